@@ -126,6 +126,14 @@ class Critic(nn.Module):
         return self.layers(inputs)
 
 
+class LazyCritic(Critic):
+    """Shapes from the data."""
+
+    def __init__(self, num_classes: int):
+        super().__init__(num_classes)
+        self.layers = nn.Sequential(nn.Flatten(), nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(1))
+
+
 PENALTIES: list[weakref.ref[torch.Tensor]] = []
 
 
@@ -196,4 +204,11 @@ def test_trials_with_gradients_leave_nothing(tmp_path, monkeypatch, task):
     assert len(PENALTIES) >= 6
     assert not remaining
     assert "in fp32" in run.checks["loss of update critic in training"]
+    assert all(parameter.grad is None for parameter in run.state.model.parameters())
+
+
+@pytest.mark.parametrize("task", ["with_sum", "with_backward"])
+def test_lazy_modules_get_their_shapes_from_a_task_that_needs_gradients(tmp_path, task):
+    run = runs.closed(tmp_path, *own_model("LazyCritic"), *updates(task))
+    assert run.state.model.layers[1].weight.shape == (16, 64)
     assert all(parameter.grad is None for parameter in run.state.model.parameters())

@@ -14,7 +14,7 @@ import torch
 from faults import Fault
 from harness import Recorded
 
-from trainapp.run import recipe, runner
+from trainapp.run import recipe, recipe_text, runner
 from trainapp.run.first_sizes import initial_sizes
 from trainapp.sizes.record import RESTART
 
@@ -158,7 +158,7 @@ def test_shapes_of_several_sizes(tmp_path, resumed):
 
 def test_the_opening_line_says_what_is_in_force(tmp_path):
     run = runs.closed(tmp_path, *runs.MODELS["mlp"], "batch.micro_schedule={1: 4, 3: 8, 9: 2}", "batch.micro_size=16")
-    first, *_ = recipe.lines_of(recipe.recipe_of(run))
+    first, *_ = recipe_text.lines_of(recipe.recipe_of(run))
     assert "= micro-batch 4 x 4" in first
     assert "batch.micro_schedule" in first
 

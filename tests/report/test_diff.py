@@ -15,6 +15,7 @@ from trainapp.errors import UserError
 from trainapp.report import diff, differences
 from trainapp.report.diff import DIFFERENT, IDENTICAL, NOTHING_COMPARED
 from trainapp.report.run_files import Curve
+from trainapp.run import runner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MLP = (*runs.MODELS["mlp"], "every.eval=2", "checkpointing.keep_last=9")
@@ -101,7 +102,125 @@ def test_what_depends_on_the_micro_batch_is_the_cause(tmp_path, capsys):
     runs.run(tmp_path / "whole", *resnet)
     runs.run(tmp_path / "cut", *resnet, "batch.micro_size=4")
     _, sentence, _ = shown(capsys, tmp_path / "whole", tmp_path / "cut")
-    assert "the sizes of the micro-batches differ, and in training, BatchNorm normalises each micro-batch" in sentence
+    assert (
+        ": the sizes of the micro-batches differ from step 1 on, and in training, BatchNorm normalises each" in sentence
+    )
+
+
+# --- runs of which one was resumed
+
+SIX = (*MLP, "train.max_steps=6")
+
+
+def resumed(run_dir, *overrides, at=3, then=()):
+    """A run that was resumed, then with other settings."""
+    runs.run_until(run_dir, at, *overrides)
+    runs.run(run_dir, *overrides, *then)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    runs.run(folder, *SIX)
+    return folder
+
+
+def test_a_resumed_run_is_identical(whole, tmp_path, capsys):
+    resumed(tmp_path, *SIX)
+    lines, sentence, code = shown(capsys, whole, tmp_path)
+    assert sentence == "identical bit for bit: all logged values, weights and optimizer of step 6"
+    assert code == IDENTICAL
+    assert any(line.startswith("B ") and line.endswith("finished, 6 steps, resumed after step 3") for line in lines)
+    assert not any("resumes" in line for line in lines)
+
+
+def test_other_sizes_after_a_resume_are_named_with_their_step(whole, tmp_path, capsys):
+    resumed(tmp_path, *SIX, then=["batch.micro_size=5"])
+    _, sentence, _ = shown(capsys, whole, tmp_path)
+    assert sentence.startswith(
+        "the same up to rounding, from step 4 on (loss); the sizes of the micro-batches differ from step 4 on; B was "
+        "resumed after step 3; the largest relative difference"
+    )
+
+
+def test_a_difference_that_begins_with_a_resume_is_not_blamed_on_the_step_before(whole, tmp_path, capsys, monkeypatch):
+    """The samples of step 4 are others: step 3, before the resume, is none of the causes."""
+    runs.run_until(tmp_path, 3, *SIX)
+    prepare = runner.prepare
+
+    def with_other_samples(*arguments):
+        session = prepare(*arguments)
+        session.state.progress.consumed += 16
+        return session
+
+    monkeypatch.setattr(runner, "prepare", with_other_samples)
+    runs.run(tmp_path, *SIX)
+    _, sentence, _ = shown(capsys, whole, tmp_path)
+    assert sentence.startswith("different from step 4 on (loss")
+    assert sentence.endswith(
+        ": B was resumed after step 3; all was equal up to step 3: look at what the resume changed, at state that is "
+        "in no checkpoint, and at the samples of step 4"
+    )
+
+
+def test_a_lost_optimizer_is_seen_in_the_step_after_the_resume(whole, tmp_path, capsys, monkeypatch):
+    runs.run_until(tmp_path, 3, *SIX)
+    prepare = runner.prepare
+
+    def with_other_moments(*arguments):
+        session = prepare(*arguments)
+        for state in session.state.optimizer.state.values():
+            state["exp_avg"].zero_()
+        return session
+
+    monkeypatch.setattr(runner, "prepare", with_other_moments)
+    runs.run(tmp_path, *SIX)
+    _, sentence, _ = shown(capsys, whole, tmp_path)
+    assert sentence.startswith("different from step 5 on (loss")
+    assert ": B was resumed after step 3; look at the update of step 4 (the optimizer, its options)" in sentence
+
+
+def test_small_differences_by_the_sizes_are_not_called_rounding(whole, tmp_path, capsys):
+    """Where the runs know that results depend on the sizes. Sizes of later steps explain nothing."""
+    for folder, size_of_step_5 in ((tmp_path / "a", 16), (tmp_path / "b", 8)):
+        shutil.copytree(whole, folder)
+        facts = helpers.result(folder)
+        facts |= {"micro_schedule": {"1": 16, "5": size_of_step_5}, "depends_on_micro_batch": ["BatchNorm does"]}
+        (folder / "result.json").write_text(json.dumps(facts))
+    path = tmp_path / "b/metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines[4:]:
+        line["loss"] *= 1 + 1e-6
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _, sentence, _ = shown(capsys, tmp_path / "a", tmp_path / "b")
+    assert sentence == (
+        "different from step 5 on (loss): the sizes of the micro-batches differ from step 5 on, and BatchNorm does; "
+        "within rounding (1e-06 at most)"
+    )
+    lines[2]["loss"] *= 1 + 1e-6
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _, sentence, _ = shown(capsys, tmp_path / "a", tmp_path / "b")
+    assert sentence.startswith(
+        "the same up to rounding, from step 3 on (loss); the sizes of the micro-batches differ only from step 5 on; the"
+    )
+
+
+def test_other_ranks_after_a_resume_are_named(whole, tmp_path, capsys):
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        shutil.copytree(whole, folder)
+    recipe = json.loads((tmp_path / "b/recipe.json").read_text())
+    recipe["batch"]["ranks"] = 2
+    recipe["resumes"] = [{"after_step": 3, "ranks": 2, "ranks_before": 1}]
+    (tmp_path / "b/recipe.json").write_text(json.dumps(recipe))
+    path = tmp_path / "b/metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines[3:]:
+        line["loss"] *= 2
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _, sentence, _ = shown(capsys, tmp_path / "a", tmp_path / "b")
+    assert sentence.startswith(
+        "different from step 4 on (loss): step 4 was computed by 1 rank in A, by 2 in B; B was resumed after step 3; "
+    )
 
 
 def test_a_setting_that_changes_little_is_not_called_rounding(first, tmp_path, capsys):

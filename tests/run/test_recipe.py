@@ -6,7 +6,7 @@ import pytest
 import runs
 import torch
 
-from trainapp.run import recipe
+from trainapp.run import recipe, recipe_text
 
 MLP = runs.MODELS["mlp"]
 PARTS = {"a": "head", "b": "layers"}  # names of updates, and of parameters
@@ -25,7 +25,7 @@ def recipe_of(run_dir, *overrides, checks=None):
     if checks is not None:
         run.checks = checks
     facts = recipe.recipe_of(run)
-    return facts, dict(line.partition(": ")[::2] for line in recipe.lines_of(facts)[1:])
+    return facts.to_dict(), dict(line.partition(": ")[::2] for line in recipe_text.lines_of(facts)[1:])
 
 
 def test_it_has_six_lines_and_names_the_defaults_that_a_plain_script_does_not_have(tmp_path):
@@ -95,7 +95,7 @@ def test_what_a_setting_changes_is_said(tmp_path, overrides, line, text):
 def test_the_precision_is_that_of_the_models_weights(tmp_path):
     own = ("model._target_=own_tasks.in_double", "task=own_tasks.cross_entropy_in_double", "user_packages=[own_tasks]")
     facts, lines = recipe_of(tmp_path, "data=digits", *own)
-    first, *_ = recipe.lines_of(facts)
+    first, *_ = recipe_text.lines_of(recipe.recipe_of(runs.closed(tmp_path, "data=digits", *own)))
     assert " parameters on cpu, float64; " in first
     assert lines["precision"] == "no autocast: as the model's weights, in float64"
     assert facts["precision"]["computes_in"] == "float64"
@@ -133,8 +133,8 @@ def test_the_steps_of_a_rare_update_are_named(tmp_path, cadence, text, steps):
 def test_weights_of_samples_are_named(tmp_path):
     run = runs.closed(tmp_path, *MLP, "data.sampling.weights=balanced")
     facts = recipe.recipe_of(run)
-    assert facts["batch"]["sampling_weights"] == "balanced"
-    assert recipe.lines_of(facts)[0].endswith("drawn with replacement (data.sampling.weights=balanced)")
+    assert facts.training.batch.sampling_weights == "balanced"
+    assert recipe_text.lines_of(facts)[0].endswith("drawn with replacement (data.sampling.weights=balanced)")
 
 
 def test_batchnorm_that_stays_in_evaluation_mode_does_not_depend_on_the_micro_batch(tmp_path):
@@ -142,13 +142,13 @@ def test_batchnorm_that_stays_in_evaluation_mode_does_not_depend_on_the_micro_ba
     for module in run.state.model.modules():
         module.training &= not isinstance(module, torch.nn.BatchNorm2d)
     facts = recipe.recipe_of(run)
-    assert facts["batchnorm_layers"] == 0
-    assert "micro-batch (" not in recipe.lines_of(facts)[-1]
+    assert facts.training.batchnorm_layers == 0
+    assert "micro-batch (" not in recipe_text.lines_of(facts)[-1]
 
 
 def test_parameters_that_are_not_trained_are_counted(tmp_path):
     run = runs.closed(tmp_path, *MLP, "model.freeze=[head]")
-    first, *_ = recipe.lines_of(recipe.recipe_of(run))
+    first, *_ = recipe_text.lines_of(recipe.recipe_of(run))
     assert "parameters are trained (" in first
 
 
@@ -190,12 +190,52 @@ def test_checks_are_told_in_plain_english(tmp_path, checks, line):
     assert lines["checks"] == line
 
 
-def test_a_long_outcome_is_shortened_on_the_line_alone(tmp_path):
-    text = "not compared: LookupError: " + 100 * "a long message "
-    facts, lines = recipe_of(tmp_path, *MLP, checks={"loss": text})
-    assert facts["checks"]["loss"] == text
-    assert lines["checks"].endswith("a long message ...")
-    assert len(lines["checks"]) < 150
+def test_a_long_outcome_is_whole_on_wrapped_lines(tmp_path):
+    text = "not compared: LookupError: " + 30 * "a long message "
+    run = runs.closed(tmp_path, *MLP)
+    run.checks = {"loss": text.strip(), "draws": "none"}
+    facts = recipe.recipe_of(run)
+    printed = recipe_text.printed_lines(facts)
+    (start,) = (number for number, line in enumerate(printed) if line.startswith("checks: "))
+    lines = printed[start:]
+    assert max(map(len, lines)) <= 120 < len(" ".join(lines))
+    assert {line[:8] for line in lines[1:]} == {" " * 8}
+    whole = " ".join(line.strip() for line in lines)
+    assert whole == f"checks: the loss in evaluation is {text.strip()}; no random draws in evaluation"
+
+
+# --- weights that are loaded or frozen
+
+
+def weights_line(run_dir, *overrides):
+    _, lines = recipe_of(run_dir, *overrides)
+    return lines.get("weights")
+
+
+def test_initial_weights_are_counted_also_after_a_resume(tmp_path):
+    torch.save(runs.closed(tmp_path / "first", *MLP).state.model.state_dict(), tmp_path / "w.pt")
+    chosen = (*MLP, f"model.init_from={tmp_path / 'w.pt'}")
+    assert weights_line(tmp_path / "none", *MLP) is None
+    assert weights_line(tmp_path / "whole", *chosen) == f"6 of 6 tensors begin with model.init_from={tmp_path / 'w.pt'}"
+    deeper = (*chosen, "model.depth=4", "model.init_strict=false")
+    fresh = f"6 of 8 tensors begin with model.init_from={tmp_path / 'w.pt'}, left as initialised: "
+    assert weights_line(tmp_path / "new", *deeper) == f"{fresh}layers.2.0.weight, layers.2.0.bias"
+    run = runs.run(tmp_path / "run", *deeper, "train.max_steps=2")
+    assert run.steps == 2
+    facts, lines = recipe_of(tmp_path / "run", *deeper)  # resumed
+    assert lines["weights"].startswith(fresh)
+    assert facts["initial_weights"]["left_as_initialised"] == ["layers.2.0.weight", "layers.2.0.bias"]
+    assert facts["resumes"] == [{"after_step": 2, "ranks": 1, "ranks_before": 1}]
+
+
+def test_the_mode_of_frozen_layers_is_named(tmp_path):
+    resnet = (*runs.MODELS["resnet"], "model.freeze=[conv1,bn1,layer1,layer2]")
+    frozen = "30 of 62 parameter tensors are frozen"
+    moving = (
+        "in training mode: 10 BatchNorm layers (statistics move; model.freeze_mode=eval keeps them in evaluation mode)"
+    )
+    assert weights_line(tmp_path / "train", *resnet) == f"{frozen}, {moving}"
+    assert weights_line(tmp_path / "eval", *resnet, "model.freeze_mode=eval") == frozen
 
 
 def test_a_run_writes_it(tmp_path):

@@ -5,6 +5,7 @@ import runs
 import torch
 
 from trainapp.memory.live_tensors import Category
+from trainapp.planning import planner
 from trainapp.training import loop
 
 GPT = (*runs.MODELS["gpt"], "model.depth=3", "model.dropout=0", "model.tie_embeddings=false", "memory.limit=1GiB")
@@ -88,3 +89,79 @@ def test_activations_before_the_first_trained_parameter_are_not_saved(tmp_path):
     last = activations(tmp_path / "last", *chosen, "model.freeze=[layers.1,layers.2]")
     assert first < 0.6 * whole
     assert first < 0.8 * last
+
+
+# --- the mode of frozen modules
+
+RESNET = (*runs.MODELS["resnet"], "model.freeze=[conv1,bn1,layer1,layer2.0.bn1,layer2.0.conv1.*]")
+IN_EVALUATION = "model.freeze_mode=eval"
+
+
+def stepped_statistics(run_dir, *overrides):
+    """The running means before and after training, by name."""
+    run = runs.prepare(run_dir, *RESNET, *overrides)
+    before = {name: buffer.clone() for name, buffer in run.state.model.named_buffers() if name.endswith("running_mean")}
+    loop.train(run)
+    run.close()
+    after = dict(run.state.model.named_buffers())
+    return {name for name, mean in before.items() if not torch.equal(mean, after[name])}, set(before)
+
+
+def is_frozen(name):
+    return name.startswith(("bn1.", "layer1.", "layer2.0.bn1."))
+
+
+def test_the_statistics_of_a_frozen_batchnorm_move_as_in_torch(tmp_path):
+    moved, names = stepped_statistics(tmp_path)
+    assert moved == names
+
+
+def test_in_evaluation_mode_the_statistics_of_a_frozen_batchnorm_stay(tmp_path):
+    """Also after an evaluation, and in a resumed run."""
+    moved, names = stepped_statistics(tmp_path / "run", IN_EVALUATION, "every.eval=2")
+    assert moved == {name for name in names if not is_frozen(name)}
+    assert runs.differences(*runs.resumed(tmp_path, 2, *RESNET, IN_EVALUATION, "every.save=2", "every.eval=1")) == []
+    statistics = runs.saved(tmp_path / "parts", 4)["model"]
+    initial = runs.closed(tmp_path / "initial", *RESNET).state.model.state_dict()
+    assert torch.equal(statistics["layer1.0.bn1.running_mean"], initial["layer1.0.bn1.running_mean"])
+    assert not torch.equal(statistics["layer2.0.bn2.running_mean"], initial["layer2.0.bn2.running_mean"])
+
+
+MODES_IN_TRAINING: list[bool] = []  # of the body, in forwards of the model in training mode
+
+
+class Body(torch.nn.Module):
+    """A frozen body with dropout, and BatchNorm without parameters; beside it, dropout that is no part of it."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        norm = torch.nn.BatchNorm1d(16, affine=False)
+        self.body = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), norm, torch.nn.Dropout(0.5))
+        self.dropout = torch.nn.Dropout(0.5)
+        self.head = torch.nn.Linear(16, num_classes)
+
+    def forward(self, inputs):
+        MODES_IN_TRAINING.extend([self.body.training] if self.training else [])
+        return self.head(self.dropout(self.body(inputs)))
+
+
+OWN = (*runs.own_model("test_frozen.Body"), "user_packages=[test_frozen]", "data=digits")
+
+
+def test_the_parts_of_a_frozen_module_are_in_evaluation_mode(tmp_path):
+    run = runs.closed(tmp_path, *OWN, "model.freeze=[body]", IN_EVALUATION)
+    modes = {name: module.training for name, module in run.state.model.named_modules()}
+    assert {name for name, training in modes.items() if training} == {"", "dropout", "head"}
+
+
+def test_evaluation_mode_is_refused_where_no_module_is_frozen_whole(tmp_path):
+    message = runs.refusal(tmp_path, *OWN, "model.freeze=[body.1.bias]", IN_EVALUATION)
+    assert message.startswith("model.freeze_mode=eval: no module has only frozen parameters")
+
+
+@pytest.mark.parametrize(("overrides", "training"), [((), True), ((IN_EVALUATION,), False)])
+def test_a_plan_has_the_modes_of_the_run(tmp_path, overrides, training):
+    chosen = (*OWN, "model.freeze=[body]", "plan.techniques=false", *overrides)
+    MODES_IN_TRAINING.clear()
+    planner.plan(runs.configure(tmp_path, *chosen))
+    assert set(MODES_IN_TRAINING) == {training}

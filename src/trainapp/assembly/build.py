@@ -3,6 +3,8 @@
 import logging
 from pathlib import Path
 
+from torch import Tensor
+
 from trainapp.assembly import hooks
 from trainapp.assembly.engine import assemble
 from trainapp.assembly.resources import Resources, open_resources
@@ -24,7 +26,7 @@ from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.training import exactness
 from trainapp.training.limits import Limits
-from trainapp.training.session import Objective, Session
+from trainapp.training.session import InitialWeights, Objective, Session
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +61,10 @@ def session_of(config: Config, resources: Resources, stop: StopRequest, ranks: R
     callbacks = hooks.callbacks_of(config, targets.hooks, targets.task, set_names)
     engine = assemble(config, resources, ranks, callbacks)
     state = engine.state
+    initial_weights = None
     if not resources.resumes:
-        _begin_at_weights(config, state, ranks)
+        initial_weights = _load_initial_weights(config, state, ranks)
+        state.average.start_at_weights()
     if resources.device.type == "cuda":
         engine.strategy.warm_up()
     memory.enforce()  # again: libraries have now allocated their own memory
@@ -96,6 +100,7 @@ def session_of(config: Config, resources: Resources, stop: StopRequest, ranks: R
         callbacks=Callbacks(callbacks),
         filled=resources.filled,
         checks=resources.checks,
+        initial_weights=initial_weights,
     )
     if config.train.check_exactness:
         session.exactness_checks_left = (state.first_steps + exactness.STEPS - 1) * len(state.updates)
@@ -103,21 +108,29 @@ def session_of(config: Config, resources: Resources, stop: StopRequest, ranks: R
     return session
 
 
-def _begin_at_weights(config: Config, state: TrainState, ranks: Ranks) -> None:
-    """Load `model.init_from`. Adapter models have loaded it into their base already."""
+def _load_initial_weights(config: Config, state: TrainState, ranks: Ranks) -> InitialWeights | None:
+    """Load `model.init_from`. Return what was loaded; None if it is not set."""
     source = config.model.init_from
+    if source is None:
+        return None
     strict = config.model.init_strict
     adapters_base = base_of(state.model)
-    if source is not None and names_checkpoint(source):
+    names = {name for name, value in state.model.state_dict().items() if isinstance(value, Tensor)}
+    if names_checkpoint(source):
         path = answered_by_rank_zero(ranks, lambda: resolve(source, "model.init_from"))
         weights = weights_in(path, state.model)
         # A checkpoint of adapters does not have the values of their base, which has been loaded from its source.
         loaded_before = frozenset() if adapters_base is None else adapters_base.names.difference(weights)
-        load_tensors(state.model, weights, strict, f"model.init_from={source}", loaded_before)
+        names -= loaded_before
+        fresh_names = load_tensors(state.model, weights, strict, f"model.init_from={source}", loaded_before)
         log.info("starting from the weights of %s", path)
-    elif source is not None and adapters_base is None:
-        load_weights(state.model, source, strict)
-    state.average.start_at_weights()
+    elif adapters_base is None:
+        fresh_names = load_weights(state.model, source, strict)
+    else:  # a file has been loaded into the base already
+        return InitialWeights(source, None, len(adapters_base.names), [])
+    # Old files lack BatchNorm's counter, which matters only to `momentum=None`.
+    counted_names = [name for name in names if not name.endswith("num_batches_tracked")]
+    return InitialWeights(source, len(counted_names) - len(fresh_names), len(counted_names), fresh_names)
 
 
 def start_tracking(session: Session) -> None:

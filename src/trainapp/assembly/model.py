@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainapp.assembly.probe import lacks_gradients, recorded_gradients
 from trainapp.assembly.resolved_targets import ResolvedTargets
 from trainapp.assembly.resources import Resources
-from trainapp.config.schema import Config
+from trainapp.config.schema import Config, Model
 from trainapp.config.targets import Spec, Written, construct
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
-from trainapp.losses.losses import classification, next_token, unchecked
+from trainapp.losses.losses import CheckedTask, classification, next_token, unchecked
 from trainapp.models.huggingface import require_documents_apart
-from trainapp.models.inspect import is_of_transformers, lazy_modules, without_cache
+from trainapp.models.inspect import is_of_transformers, lazy_modules, untrained_modules, without_cache
 from trainapp.optim import emulated_kernels
 from trainapp.optim.groups import match_names
 
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 def build_model(config: Config, resources: Resources, is_meta: bool = False) -> nn.Module:
     """Return the model in training mode on its device: constructed, its lazy modules given their shapes, its parameters
-    frozen and cast as the configuration says.
+    frozen and cast as the configuration says. Nothing calls `train()` later.
 
     Args:
         config: the run's.
@@ -45,8 +46,7 @@ def build_model(config: Config, resources: Resources, is_meta: bool = False) -> 
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             module.sparse = False
             log.info("the gradient of %s is made dense: clipping and most optimizers do not support sparse ones", name)
-    for name in match_names(model, config.model.freeze, "model.freeze"):  # any name of a tied weight freezes it
-        model.get_parameter(name).requires_grad_(False)
+    _freeze(model, config.model)
     resources.numerics.cast_parameters(model)
     for dtype in {parameter.dtype for parameter in model.parameters()}:  # a model may be in 16 bits by itself
         emulated_kernels.install_for(device, dtype)
@@ -113,9 +113,8 @@ def materialise(model: nn.Module, resources: Resources, device: torch.device, is
     """
     if not is_meta and lazy_modules(model):
         model.eval()
-        with torch.no_grad(), resources.numerics.autocast:
-            for task in resources.targets.training_tasks:
-                task(model, map_tensors(lambda tensor: tensor.to(device), resources.batches.example(2)))
+        for task in resources.targets.training_tasks:
+            _call_with_two_samples(task, model, resources, device)
         model.train()
     still_lazy = lazy_modules(model)
     if still_lazy:
@@ -123,6 +122,43 @@ def materialise(model: nn.Module, resources: Resources, device: torch.device, is
         raise UserError(
             f"model: the shapes of {', '.join(still_lazy)} are lazy and {reason} does not give them; set them"
         )
+
+
+def _call_with_two_samples(task: CheckedTask, model: nn.Module, resources: Resources, device: torch.device) -> None:
+    """Call a task without a graph, and with one if it needs gradients."""
+
+    def call() -> None:
+        batch = map_tensors(lambda tensor: tensor.to(device), resources.batches.example(2))
+        with resources.numerics.autocast:
+            task(model, batch)
+
+    try:
+        with torch.no_grad():
+            call()
+        return
+    except RuntimeError as error:
+        if not lacks_gradients(error):
+            raise
+    with recorded_gradients([model, task.unchecked]):
+        call()
+
+
+def _freeze(model: nn.Module, settings: Model) -> None:
+    """Freeze the parameters that `model.freeze` names, and put modules into evaluation mode if `model.freeze_mode` says
+    so. Raises UserError if there are none.
+    """
+    for name in match_names(model, settings.freeze, "model.freeze"):  # any name of a tied weight freezes it
+        model.get_parameter(name).requires_grad_(False)
+    if settings.freeze_mode is None:
+        return
+    modules = untrained_modules(model)
+    if not modules:
+        raise UserError(
+            "model.freeze_mode=eval: no module has only frozen parameters, so none would be in evaluation mode; name "
+            "whole modules in model.freeze, such as [body]"
+        )
+    for module in modules:
+        module.eval()
 
 
 # --- sizes that the user has set, beside those of the data

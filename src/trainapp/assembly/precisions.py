@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from trainapp.assembly.probe import Compute, TaskProbe, is_small
+from trainapp.assembly.probe import Compute, TaskProbe, is_small, lacks_gradients
 from trainapp.assembly.resources import Resources
 from trainapp.assembly.samples import Samples
 from trainapp.config.schema import Config
@@ -116,18 +116,10 @@ def _use_with_gradients_if_needed(probe: TaskProbe, use: Callable[[TaskProbe], T
     try:
         return use(probe)
     except RuntimeError as error:
-        if not (is_trained and _lacks_gradients(error)):
+        if not (is_trained and lacks_gradients(error)):
             raise
     probe.with_gradients = True
     return use(probe)
-
-
-def _lacks_gradients(error: RuntimeError) -> bool:
-    """Return whether torch should compute a gradient, or take a hook, of a tensor without a graph: no class of errors
-    tells it (2.13).
-    """
-    text = str(error)
-    return "does not require grad" in text or "doesn't require gradient" in text or "has requires_grad=False" in text
 
 
 # --- copies in fp64

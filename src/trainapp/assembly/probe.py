@@ -119,12 +119,13 @@ class TaskProbe:
         batch = map_tensors(self._copy_to_device, self.samples.batches[batch_name])
         in_evaluation = self._batchnorms if training else self._roots
         draws_context = sample_draws or contextlib.nullcontext()
+        recording = recorded_gradients(self._model_and_task) if self.with_gradients else contextlib.nullcontext()
         try:
             with preserved_rng(self.device), self._call_context(), evaluation_mode(in_evaluation):
                 seed_from(self.device, self.seed)
                 states_before = self._generator_states()
                 with draws_context:
-                    with self._gradient_recording(), dispatch_mode or contextlib.nullcontext():
+                    with recording, dispatch_mode or contextlib.nullcontext():
                         loss, count, metrics = self._compute(batch)
                     if isinstance(dispatch_mode, Observer):
                         dispatch_mode.writes = self.snapshot.changed()
@@ -144,23 +145,6 @@ class TaskProbe:
         states = [random.getstate(), np.random.get_state(), *(owner.copy() for owner in self._generators)]
         return pickle.dumps([state for state in states if not isinstance(state, Tensor)])
 
-    @contextlib.contextmanager
-    def _gradient_recording(self) -> Iterator[None]:
-        """Record a graph inside the block, if the probe does. A task that computes gradients leaves none in `grad`."""
-        if not self.with_gradients:
-            yield
-            return
-        leaves = [tensor for tensor in held_tensors(self._model_and_task) if tensor.is_leaf]
-        gradients = [leaf.grad for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None  # a backward would add to it in place
-        try:
-            with torch.enable_grad():
-                yield
-        finally:
-            for leaf, gradient in zip(leaves, gradients, strict=True):
-                leaf.grad = gradient
-
     def _sums_of(
         self, metrics: Mapping[str, Any], dispatch_mode: "Observer | RandomRounding | None"
     ) -> tuple[dict[str, float], str]:
@@ -179,6 +163,29 @@ class TaskProbe:
             return sums, ""
         except Exception as error:
             return {}, summary_of(error)
+
+
+@contextlib.contextmanager
+def recorded_gradients(model_and_task: Collection[Any]) -> Iterator[None]:
+    """Record a graph inside the block. A task that computes gradients leaves none in `grad`."""
+    leaves = [tensor for tensor in held_tensors(model_and_task) if tensor.is_leaf]
+    gradients = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None  # a backward would add to it in place
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
+
+
+def lacks_gradients(error: RuntimeError) -> bool:
+    """Return whether torch should compute a gradient, or take a hook, of a tensor without a graph, as for a gradient
+    penalty: no class of errors tells it (2.13).
+    """
+    text = str(error)
+    return "does not require grad" in text or "doesn't require gradient" in text or "has requires_grad=False" in text
 
 
 def _as_number(value: Any) -> float:

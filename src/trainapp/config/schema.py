@@ -457,6 +457,7 @@ class Model(Target):
     init_from: Str | None = None
     init_strict: Bool = True
     freeze: list[Str] = field(default_factory=list)
+    freeze_mode: Literal["eval"] | None = None
 
 
 @dataclass(config=STRICT)

@@ -42,6 +42,18 @@ def batchnorms(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, BatchNorm)]
 
 
+def untrained_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose parameters are all frozen, and all their parts, such as dropout and BatchNorm without
+    parameters. A module without parameters that is no part of such a module is not among them.
+    """
+    modules: dict[nn.Module, None] = {}  # in order, each once
+    for module in model.modules():
+        parameters = list(module.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            modules |= dict.fromkeys(module.modules())
+    return list(modules)
+
+
 def per_sample_buffers(modules: Mapping[str, nn.Module]) -> set[str]:
     """Return the full names of the buffers and attributes that modules declare, by an attribute `per_sample_buffers`
     with their names, to hold a row per sample: a recurrent state [B, hidden], say.

@@ -45,6 +45,7 @@ class Comparison:
     evaluations: LogDifference
     micro_batches: list[Pair] | None
     dependence: list[str]  # why other micro-batch sizes give another result, where the runs know it and sizes differ
+    other_sizes: int | None  # the first step, counted with skipped ones, with other sizes; None if no file tells
     weights: "CheckpointDifference | None"  # None if they were not compared
     no_weights: str  # why they were not compared
     rounding: float  # the largest relative difference that counts as rounding
@@ -95,6 +96,7 @@ def compare(a: Path, b: Path, which: int | str | None = None) -> Comparison:
         evaluations=differences.logs(record_of_a.evaluations, record_of_b.evaluations),
         micro_batches=differences.micro_batches(*records),
         dependence=differences.dependence_on_micro_batch(*records),
+        other_sizes=differences.first_other_sizes(*records),
         weights=weights,
         no_weights=no_weights,
         rounding=_ROUNDING_FP32 if is_fp32 else _ROUNDING,
@@ -139,6 +141,8 @@ def _run_row(name: str, record: RunRecord) -> list[str]:
     state = run_files.state_of(record.result) or "not finished"
     if "steps" in record.result:
         state += f", {plural(record.result['steps'], 'step')}"
+    if record.resumes:
+        state += f", resumed after step {listed(map(str, record.resumes), _MOST_ROWS)}"
     return [name, shown(record.run_dir), state]
 
 
@@ -309,19 +313,22 @@ def _describe_difference(comparison: Comparison) -> str:
     largest = max(relative_differences, default=0.0)
     is_small = 0 < largest <= comparison.rounding
     changes = [change.name for change in comparison.settings or () if change.is_another_experiment]
+    dependence = _dependence(comparison)
     start = _start(comparison)
-    if is_small and not changes:
+    if is_small and not changes and not dependence:
+        circumstances = "".join(f"; {text}" for text in _circumstances(comparison))
         return (
-            f"the same up to rounding, {start}; the largest relative difference of loss, lr, grad_norm and all weights "
-            f"together is {largest:.2g}"
+            f"the same up to rounding, {start}{circumstances}; the largest relative difference of loss, lr, grad_norm "
+            f"and all weights together is {largest:.2g}"
         )
-    cause = _cause(comparison.train)
-    if comparison.dependence:
-        cause = f": the sizes of the micro-batches differ, and {comparison.dependence[0]}"
-    sentence = f"different {start}{cause}"
+    texts = [dependence] if dependence else [*_circumstances(comparison), *_advice(comparison)]
+    sentence = f"different {start}"
+    if texts:
+        sentence += f": {'; '.join(texts)}"
     if is_small:
-        sentence += f"; within rounding ({largest:.2g} at most), but these settings change the result: "
-        sentence += listed(changes, most=4)
+        sentence += f"; within rounding ({largest:.2g} at most)"
+        if changes:
+            sentence += f", but these settings change the result: {listed(changes, most=4)}"
     elif judged and not changes and max(scalar.relative for scalar in judged) <= comparison.rounding:
         sentence += "; the first difference is as small as rounding, then it grows"
     return sentence
@@ -342,21 +349,83 @@ def _start(comparison: Comparison) -> str:
     return f"from step {step} on{where} ({listed(names)})"
 
 
-def _cause(train: LogDifference) -> str:
-    """Return where to look for the cause, after a colon; empty where the log does not tell."""
-    if not train.scalars:
+def _first_step(comparison: Comparison) -> int | None:
+    """Return the first step in which logged values differ, or None."""
+    scalars = comparison.train.scalars or comparison.evaluations.scalars
+    return scalars[0].step if scalars else None
+
+
+def _dependence(comparison: Comparison) -> str:
+    """Return why the sizes of the micro-batches explain the difference; empty if they do not: if they are equal up to
+    the step in which it begins, or if the runs know of nothing that depends on them.
+    """
+    other_sizes = comparison.other_sizes
+    if other_sizes is None or not comparison.dependence:
         return ""
+    step = _first_step(comparison)
+    if step is not None and comparison.a.attempt_of(step) < other_sizes:
+        return ""
+    return f"the sizes of the micro-batches differ from step {other_sizes} on, and {comparison.dependence[0]}"
+
+
+def _circumstances(comparison: Comparison) -> list[str]:
+    """Return in what the runs' computation differs where they begin to differ: sizes of micro-batches, ranks, and
+    whether one was resumed.
+    """
+    step = _first_step(comparison)
+    if step is None:
+        return []
+    texts = []
+    other_sizes = comparison.other_sizes
+    if other_sizes is not None:
+        is_later = comparison.a.attempt_of(step) < other_sizes
+        texts.append(f"the sizes of the micro-batches differ {'only ' if is_later else ''}from step {other_sizes} on")
+    ranks_of_a = comparison.a.ranks_of(step)
+    ranks_of_b = comparison.b.ranks_of(step)
+    if ranks_of_a is not None and ranks_of_b is not None and ranks_of_a != ranks_of_b:
+        texts.append(f"step {step} was computed by {plural(ranks_of_a, 'rank')} in A, by {ranks_of_b} in B")
+    for name, after_step in _resumes_before(comparison, step):
+        texts.append(f"{name} was resumed after step {after_step}")
+    return texts
+
+
+def _resumes_before(comparison: Comparison, step: int) -> list[tuple[str, int]]:
+    """Return the resumes that may be the cause of a difference in a step: the run, A or B, and the step before the
+    resume. If values were equal in step n, these are the resumes after it, and that before it, whose first update is
+    that of step n.
+    """
+    equal_step = comparison.train.step_before(step) or 0
+    resumes = []
+    for name, record in (("A", comparison.a), ("B", comparison.b)):
+        for after_step in record.resumes:
+            if equal_step - 1 <= after_step < step:
+                resumes.append((name, after_step))
+    return resumes
+
+
+def _advice(comparison: Comparison) -> list[str]:
+    """Return where to look for the cause; empty where the log does not tell."""
+    train = comparison.train
+    if not train.scalars:
+        return []
     step = train.scalars[0].step
     kinds = {kind_of(scalar.name) for scalar in train.scalars if scalar.step == step}
     before = train.step_before(step)
     if "lr" in kinds:
-        return ": look at the learning rate and its schedule"
+        return ["look at the learning rate and its schedule"]
     if "loss" in kinds and step == 1:
-        return ": look at the data, the initial weights, the loss and the precision"
+        return ["look at the data, the initial weights, the loss and the precision"]
     if "grad_norm" in kinds and step == 1:
-        return ": the loss is equal, look at the backward (precision, micro-batches, recomputation)"
-    if before == step - 1 and kinds & {"loss", "grad_norm"}:
-        return f": look at the update of step {before} (the optimizer, its options) and the samples of step {step}"
+        return ["the loss is equal, look at the backward (precision, micro-batches, recomputation)"]
     if before is None:
-        return f": no earlier step was logged by both; {_FINER_LOG}" if step > 1 else ""
-    return f": all was equal in step {before}; {_FINER_LOG}" if before < step - 1 else ""
+        return [f"no earlier step was logged by both; {_FINER_LOG}"] if step > 1 else []
+    if before < step - 1:
+        return [f"all was equal in step {before}; {_FINER_LOG}"]
+    if not kinds & {"loss", "grad_norm"}:
+        return []
+    if any(after_step == before for _, after_step in _resumes_before(comparison, step)):
+        return [
+            f"all was equal up to step {before}: look at what the resume changed, at state that is in no checkpoint, "
+            f"and at the samples of step {step}"
+        ]
+    return [f"look at the update of step {before} (the optimizer, its options) and the samples of step {step}"]

@@ -50,6 +50,42 @@ class RunRecord:
         steps: int = self.result.get("steps", _last_step(self.train))
         return steps
 
+    @property
+    def resumes(self) -> list[int]:
+        """The steps after which the run was resumed, as far as its recipe tells."""
+        return [resume["after_step"] for resume in self.recipe.get("resumes", ())]
+
+    def ranks_of(self, step: int) -> int | None:
+        """Return the number of ranks that computed a step; None if no file tells."""
+        for resume in self.recipe.get("resumes", ()):
+            if step <= resume["after_step"]:
+                ranks_before: int | None = resume["ranks_before"]
+                return ranks_before
+        ranks: int | None = self.recipe.get("batch", {}).get("ranks")
+        return ranks
+
+    def attempt_of(self, step: int) -> int:
+        """Return the number of the attempt that made a step: skipped steps, as last logged, are attempts, too."""
+        skipped_steps = self.train.get("skipped_steps")
+        if skipped_steps is None:
+            return step
+        skipped = 0.0
+        for logged_step, value in zip(skipped_steps.steps, skipped_steps.values, strict=True):
+            if logged_step <= step and math.isfinite(value):
+                skipped = value
+        return step + int(skipped)
+
+    @property
+    def sizes_by_attempt(self) -> dict[str, dict[int, Any]]:
+        """The micro-batch sizes by update ("" for a step's only one) and by the attempt from which they apply."""
+        schedule = self.result.get("micro_schedule") or {}
+        if all(str(key).isdigit() for key in schedule):
+            schedule = {"": schedule}
+        sizes = {}
+        for update, by_attempt in schedule.items():
+            sizes[update] = {int(attempt): size for attempt, size in by_attempt.items()}
+        return sizes
+
 
 def read_record(run_dir: Path, last_step: int | None) -> RunRecord:
     """Read the files of a run. last_step: the last one to read of what was logged; None: all."""
@@ -148,10 +184,12 @@ def _environment(record: RunRecord) -> dict[str, Any]:
 
 
 def recipe(a: RunRecord, b: RunRecord) -> list[Pair] | None:
-    """Return the values in recipe.json that differ; None unless both runs have one."""
+    """Return the values in recipe.json that differ, apart from resumes; None unless both runs have one."""
     if not (a.recipe and b.recipe):
         return None
-    return _pairs(dict(_each_value(a.recipe)), dict(_each_value(b.recipe)))
+    values_of_a = dict(_each_value({**a.recipe, "resumes": None}))
+    values_of_b = dict(_each_value({**b.recipe, "resumes": None}))
+    return _pairs(values_of_a, values_of_b)
 
 
 def _each_value(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -185,6 +223,26 @@ def dependence_on_micro_batch(a: RunRecord, b: RunRecord) -> list[str]:
     for record in (a, b):
         reasons |= dict.fromkeys(record.result.get("depends_on_micro_batch", ()))
     return list(reasons)
+
+
+def first_other_sizes(a: RunRecord, b: RunRecord) -> int | None:
+    """Return the first attempt in which the sizes of the micro-batches differ; None if they never do, or if no file
+    tells.
+    """
+    sizes_of_a = a.sizes_by_attempt
+    sizes_of_b = b.sizes_by_attempt
+    differing = []
+    for update in sizes_of_a.keys() & sizes_of_b.keys():
+        for attempt in sizes_of_a[update].keys() | sizes_of_b[update].keys():
+            if _size_in(sizes_of_a[update], attempt) != _size_in(sizes_of_b[update], attempt):
+                differing.append(attempt)
+    return min(differing, default=None)
+
+
+def _size_in(sizes_by_attempt: Mapping[int, Any], attempt: int) -> Any:
+    """Return the size that applies in an attempt; None before the first."""
+    begun = [first for first in sizes_by_attempt if first <= attempt]
+    return sizes_by_attempt[max(begun)] if begun else None
 
 
 def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Pair]:

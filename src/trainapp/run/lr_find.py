@@ -40,48 +40,69 @@ def run(config: Config) -> float:
 
     Raises TrainingStopped if the loss never falls, and the errors of a run.
     """
-    run_dir, settings = Path(config.run_dir), config.lr_find
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".lr_find-", dir=run_dir) as folder:
-        why = "the loss diverges"
-        try:
-            runner.run(configured(config, folder))
-        except NotFinite:
-            why = "the loss or a gradient is not finite"
-        steps = json_lines(Path(folder) / METRICS)
-    rates = [settings.max * growing(own["step"] - 1, settings.min, settings.max, settings.steps) for own in steps]
-    losses = [own["loss"] for own in steps]
+    run_dir = Path(config.run_dir)
+    settings = config.lr_find
+    logged_steps, end = _range_test(config, run_dir)
+    losses = [line["loss"] for line in logged_steps]
+    rates = []
+    for line in logged_steps:
+        rates.append(settings.max * growing(line["step"] - 1, settings.min, settings.max, settings.steps))
     curve = smoothed(losses)
-    found = suggestion(rates, curve)
+    suggested = suggestion(rates, curve)
     if losses:
-        _draw(run_dir / PICTURE, rates, losses, curve, found)
-    if found is None:
+        _draw(run_dir / PICTURE, rates, losses, curve, suggested)
+    if suggested is None:
         raise TrainingStopped(
             f"mode=lr_find: the loss falls at no rate from lr_find.min={settings.min:g} on; begin lower, or look for a "
             "mistake in model or loss"
         )
-    ended = f", where {why}" if len(steps) < settings.steps else ""
-    still = "; the loss still falls at the highest rate, raise lr_find.max" if found.lowest == rates[-1] else ""
-    print(
-        f"{len(rates)} steps at learning rates from {rates[0]:.2g} to {rates[-1]:.2g}{ended}",
-        f"steepest descent at {found.steepest:.2g}; lowest loss at {found.lowest:.2g}, a tenth of which is "
-        f"{found.lowest / 10:.2g}{still}",
-        f"{PICTURE} is in {run_dir}",
-        f"optimizer.lr={found.rate:.2g}",
-        sep="\n",
-        flush=True,
+    _print_suggestion(suggested, rates, end, run_dir)
+    return float(f"{suggested.rate:.2g}")
+
+
+def _range_test(config: Config, run_dir: Path) -> tuple[list[dict[str, Any]], str]:
+    """Train with rising rates. Return the line of each step in metrics.jsonl, and why the test ended before its last
+    step, or "".
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".lr_find-", dir=run_dir) as folder:
+        end = "the loss diverges"
+        try:
+            runner.run(configured(config, folder))
+        except NotFinite:
+            end = "the loss or a gradient is not finite"
+        logged_steps = json_lines(Path(folder) / METRICS)
+    has_ended_early = len(logged_steps) < config.lr_find.steps
+    return logged_steps, end if has_ended_early else ""
+
+
+def _print_suggestion(suggested: Suggestion, rates: list[float], end: str, run_dir: Path) -> None:
+    """Print the suggested rate and what it is derived from.
+
+    Args:
+        suggested: the suggestion.
+        rates: of all steps.
+        end: why the test ended before its last step, or "".
+        run_dir: has the picture.
+    """
+    steps = f"{len(rates)} steps at learning rates from {rates[0]:.2g} to {rates[-1]:.2g}"
+    if end:
+        steps += f", where {end}"
+    derivation = (
+        f"steepest descent at {suggested.steepest:.2g}; lowest loss at {suggested.lowest:.2g}, a tenth of which is "
+        f"{suggested.lowest / 10:.2g}"
     )
-    return float(f"{found.rate:.2g}")
+    if suggested.lowest == rates[-1]:
+        derivation += "; the loss still falls at the highest rate, raise lr_find.max"
+    picture = f"{PICTURE} is in {run_dir}"
+    print(steps, derivation, picture, f"optimizer.lr={suggested.rate:.2g}", sep="\n", flush=True)
 
 
 def configured(config: Config, folder: str) -> Config:
-    """The configuration of the run in `folder`: the same steps, without evaluation, saving or callbacks."""
-    settings, highest = config.lr_find, config.lr_find.max
-    lr = config.optimizer.lr
-    ratio = None if lr is None else highest / lr
-    groups = [group | {"lr": group["lr"] * ratio} if "lr" in group else group for group in config.optimizer.groups]
-    growth = {"minimum": settings.min, "maximum": highest, "steps": settings.steps}
-    watching = Target("trainapp.run.lr_find.RangeTest", {"diverges": settings.diverges})
+    """Return the configuration of the run in `folder`: the same steps, without evaluation, saving or callbacks."""
+    settings = config.lr_find
+    growth = {"minimum": settings.min, "maximum": settings.max, "steps": settings.steps}
+    range_test = Target("trainapp.run.lr_find.RangeTest", {"diverges": settings.diverges})
     changes: dict[str, Any] = {
         "run_dir": folder,
         "train": dataclasses.replace(
@@ -93,7 +114,7 @@ def configured(config: Config, folder: str) -> Config:
             ema=None,
             check_exactness=False,
         ),
-        "optimizer": dataclasses.replace(config.optimizer, lr=highest, groups=groups),
+        "optimizer": dataclasses.replace(config.optimizer, lr=settings.max, groups=_groups_at_highest_rate(config)),
         "schedule": Schedule(target="trainapp.run.lr_find.growing", arguments=growth),
         "every": Every(log=1, eval=None, save=None),
         "checkpointing": dataclasses.replace(config.checkpointing, resume="none", save=False),
@@ -102,10 +123,21 @@ def configured(config: Config, folder: str) -> Config:
         "eval": {},
         "metrics": {},
         "tracker": {},
-        "callbacks": {"lr_find": watching},
+        "callbacks": {"lr_find": range_test},
         "user_packages": [*config.user_packages, __name__],
     }
     return dataclasses.replace(config, **changes)
+
+
+def _groups_at_highest_rate(config: Config) -> list[dict[str, Any]]:
+    """Return `optimizer.groups` with rates in the same ratio to `lr_find.max` as theirs to `optimizer.lr`."""
+    groups = []
+    for group in config.optimizer.groups:
+        if "lr" in group:
+            assert config.optimizer.lr is not None  # refused before
+            group = group | {"lr": group["lr"] * (config.lr_find.max / config.optimizer.lr)}
+        groups.append(group)
+    return groups
 
 
 class RangeTest:
@@ -126,43 +158,51 @@ class RangeTest:
 
 
 def smoothed(losses: list[float]) -> list[float]:
-    """An exponential moving average of the losses, without its bias towards 0."""
-    average, found = 0.0, []
+    """Return an exponential moving average of the losses, without its bias towards 0."""
+    average = 0.0
+    curve = []
     for number, loss in enumerate(losses, start=1):
         average = SMOOTHING * average + (1 - SMOOTHING) * loss
-        found.append(average / (1 - SMOOTHING**number))
-    return found
+        curve.append(average / (1 - SMOOTHING**number))
+    return curve
 
 
 def growing(step: int, minimum: PositiveFloat, maximum: PositiveFloat, steps: PositiveInt) -> float:
-    """The schedule of the range test: the factor of `maximum` after `step` steps, growing exponentially from `minimum`
-    to `maximum` in the last step.
+    """Return the factor of `maximum` after `step` steps of the range test, growing exponentially from `minimum` to
+    `maximum` in the last step.
     """
     return float((minimum / maximum) ** (1 - step / (steps - 1)))
 
 
 def suggestion(rates: list[float], curve: list[float]) -> Suggestion | None:
-    """Suggest rates from the smoothed losses; None if they do not fall."""
-    end = int(np.argmin(curve)) if curve else 0
-    if end < FEWEST:
+    """Return the rates that the smoothed losses suggest; None if they do not fall."""
+    lowest = int(np.argmin(curve)) if curve else 0
+    if lowest < FEWEST:
         return None
-    slopes = np.gradient(curve[: end + 1], np.log(rates[: end + 1]))
-    first = min(len(curve) // 10, end - FEWEST)  # early averages hold few losses, and their noise has steep slopes
-    return Suggestion(rates[first + int(np.argmin(slopes[first:]))], rates[end])
+    slopes = np.gradient(curve[: lowest + 1], np.log(rates[: lowest + 1]))
+    first = min(len(curve) // 10, lowest - FEWEST)  # early averages hold few losses, and their noise has steep slopes
+    steepest = first + int(np.argmin(slopes[first:]))
+    return Suggestion(rates[steepest], rates[lowest])
 
 
-def _draw(path: Path, rates: list[float], losses: list[float], curve: list[float], found: Suggestion | None) -> None:
+def _draw(
+    path: Path, rates: list[float], losses: list[float], curve: list[float], suggested: Suggestion | None
+) -> None:
+    """Draw the losses and their average over the rates."""
     from matplotlib.figure import Figure  # late: half a second
 
     figure = Figure(figsize=(8, 4.5), dpi=100, layout="constrained")
     axes = figure.add_subplot()
     axes.plot(rates, losses, color="C0", alpha=0.3, label="loss")
     axes.plot(rates, curve, color="C0", label="smoothed")
-    if found is not None:
-        axes.axvline(found.steepest, color="C1", linestyle="--", label=f"steepest descent, {found.steepest:.2g}")
-        tenth = found.lowest / 10
+    if suggested is not None:
+        axes.axvline(
+            suggested.steepest, color="C1", linestyle="--", label=f"steepest descent, {suggested.steepest:.2g}"
+        )
+        tenth = suggested.lowest / 10
         axes.axvline(tenth, color="C2", linestyle="--", label=f"a tenth of the lowest loss's, {tenth:.2g}")
-    low, high = min(losses), max(curve)  # an exploding loss would flatten the rest
+    low = min(losses)
+    high = max(curve)  # an exploding loss would flatten the rest
     margin = 0.05 * (high - low) or 1.0
     axes.set(xscale="log", xlabel="learning rate", ylabel="loss", ylim=(low - margin, high + margin))
     axes.legend()

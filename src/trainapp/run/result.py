@@ -196,33 +196,63 @@ def print_command(session: Session) -> None:
 
 def print_summary(session: Session, result: Result) -> None:
     """Print the table at the end of a run."""
-    config, progress = session.config, session.state.progress
-    rows: list[tuple[str, Any]] = []
-    has_numbers = config.activity.computes_loss and not (config.mode == "eval" and session.stop.agreed)
-    if result.objective is not None and has_numbers:
-        best = f" (best {progress.best:.4f} at step {progress.best_step})" if progress.best is not None else ""
-        rows.append((f"eval {result.metric}", (result.objective_note or f"{result.objective:.4f}") + best))
+    config = session.config
+    rows: list[tuple[str, str]] = []
+    was_interrupted = config.mode == "eval" and session.stop.agreed
+    if result.objective is not None and config.activity.computes_loss and not was_interrupted:
+        rows.append((f"eval {result.metric}", _objective_text(session, result)))
     if config.activity.trains:
-        skipped = f", {progress.skipped} more skipped: not finite, or no count" if progress.skipped else ""
-        rows.append(("steps", f"{result.steps} ({result.samples} samples){skipped}"))
-        rows.append(("time", f"{result.seconds:.1f} s"))
-        if progress.stopped or not session.meter.samples:
-            rows.append(("ended by", result.ended))
-        if session.meter.samples:  # in this process: a finished run may be restarted
-            peak = f"{bytes_text(result.peak_memory_bytes)} of {bytes_text(session.memory.budget)}"
-            if result.peak_reserved_bytes > result.peak_memory_bytes:
-                peak += f" ({bytes_text(result.peak_reserved_bytes)} reserved)"
-            throughput = f"{result.samples_per_second:.0f} samples/s"
-            sizes = session.sizes.usual_sizes(progress.step + progress.skipped)
-            accumulation = session.batches.accumulation
-            by_update = [f"{name} {size} x {accumulation(size)}".lstrip() for name, size in sizes.items()]
-            rows += [("throughput", throughput), ("peak memory", peak)]
-            rows.append(("micro-batch", f"{', '.join(by_update)} accumulated"))
-        rows += [("OOM retries", result.oom_restarts), ("checkpoint", result.checkpoint or "none")]
+        rows.extend(_training_rows(session, result))
     rows.append(("outputs", config.run_dir))
-    if config.activity.trains and (result.run_dir / page.NAME).exists():
-        rows.append(("page", shown(result.run_dir / page.NAME)))
+    page_path = result.run_dir / page.NAME
+    if config.activity.trains and page_path.exists():
+        rows.append(("page", shown(page_path)))
     if "tensorboard" in config.tracker and config.activity.computes_loss:
         rows.append(("TensorBoard", f"tensorboard --logdir {shown(result.run_dir)}"))
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows), flush=True)
+
+
+def _objective_text(session: Session, result: Result) -> str:
+    """Return the last value of the objective, and the best one."""
+    progress = session.state.progress
+    text = result.objective_note or f"{result.objective:.4f}"
+    if progress.best is not None:
+        text += f" (best {progress.best:.4f} at step {progress.best_step})"
+    return text
+
+
+def _training_rows(session: Session, result: Result) -> list[tuple[str, str]]:
+    """Return the rows that only a run that trains has."""
+    progress = session.state.progress
+    has_trained = bool(session.meter.samples)  # in this process: a finished run may be restarted
+    steps = f"{result.steps} ({result.samples} samples)"
+    if progress.skipped:
+        steps += f", {progress.skipped} more skipped: not finite, or no count"
+    rows = [("steps", steps), ("time", f"{result.seconds:.1f} s")]
+    if progress.stopped or not has_trained:
+        rows.append(("ended by", str(result.ended)))
+    if has_trained:
+        rows.append(("throughput", f"{result.samples_per_second:.0f} samples/s"))
+        rows.append(("peak memory", _peak_text(session, result)))
+        rows.append(("micro-batch", _micro_batch_text(session)))
+    rows.append(("OOM retries", str(result.oom_restarts)))
+    rows.append(("checkpoint", result.checkpoint or "none"))
+    return rows
+
+
+def _peak_text(session: Session, result: Result) -> str:
+    text = f"{bytes_text(result.peak_memory_bytes)} of {bytes_text(session.memory.budget)}"
+    if result.peak_reserved_bytes > result.peak_memory_bytes:
+        text += f" ({bytes_text(result.peak_reserved_bytes)} reserved)"
+    return text
+
+
+def _micro_batch_text(session: Session) -> str:
+    """Return the size with which most steps were made; with several updates, by name."""
+    progress = session.state.progress
+    texts = []
+    for update, size in session.sizes.usual_sizes(progress.step + progress.skipped).items():
+        text = f"{size} x {session.batches.accumulation(size)}"
+        texts.append(f"{update} {text}" if update else text)
+    return f"{', '.join(texts)} accumulated"

@@ -25,7 +25,7 @@ from trainapp.oom.report import Failure, describe
 from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
 from trainapp.planning.process import with_modes
 from trainapp.report.differences import RECIPE
-from trainapp.run import directory, recipe, resume
+from trainapp.run import directory, recipe, recipe_text, resume
 from trainapp.run.first_sizes import changes_of_memory, initial_sizes
 from trainapp.run.result import Result, forget_stop, print_command, report, result_of, write_failure
 from trainapp.signals import AtWork, Interrupted, StopRequest, deadline_of
@@ -145,7 +145,7 @@ def _first_states(session: Session, carried: CarriedOver | None) -> dict[str, An
 def _print_recipe(session: Session) -> None:
     """Print how the run trains, and write it to recipe.json."""
     facts = recipe.recipe_of(session)
-    for line in recipe.lines_of(facts):
+    for line in recipe_text.printed_lines(facts):
         log.info("%s", line)
     if session.config.activity.trains and session.ranks.is_rank_zero:
         try:

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -38,18 +38,25 @@ log = logging.getLogger(__name__)
 
 
 def model(run_dir: Path, which: str | Path, user_packages: Sequence[str]) -> nn.Module:
-    """See `trainapp.load`. run_dir: absolute. user_packages: the caller's. The checkpoint's are not trusted: they could
-    import planted code.
+    """Return the model of a run: see `trainapp.load`.
+
+    Args:
+        run_dir: absolute.
+        which: best, last, or a checkpoint.
+        user_packages: the caller's. The checkpoint's are not trusted: they could import planted code.
     """
     if str(which) == "best" and not _has_best(run_dir):
         log.info("trainapp.load: %s, so this is the last checkpoint of %s", NO_BEST, run_dir)
         which = "last"
-    named = {"best": run_dir / "checkpoints" / "best", "last": run_dir}
-    path = resolve(str(named.get(str(which), which)), "trainapp.load: which")
+    named_paths = {"best": run_dir / "checkpoints" / "best", "last": run_dir}
+    path = resolve(str(named_paths.get(str(which), which)), "trainapp.load: which")
     saved = read_manifest(path)["config"]
     config = saved_config(path, {name: saved[name] for name in (*BUILT_FROM, "train")})
-    loaded, _, _ = _trained(dataclasses.replace(config, user_packages=list(user_packages)), path)
-    return loaded.float() if config.adapter.base_dtype == "bf16" else loaded  # all fp32, as the head is
+    config = dataclasses.replace(config, user_packages=list(user_packages))
+    trained = _trained(config, path)
+    if config.adapter.base_dtype == "bf16":
+        trained.model.float()  # all fp32, as the head is
+    return trained.model
 
 
 def _has_best(run_dir: Path) -> bool:
@@ -61,85 +68,112 @@ def _has_best(run_dir: Path) -> bool:
     return True
 
 
-def _trained(config: Config, path: Path) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """The model of these settings in evaluation mode, with the weights in the checkpoint at `path` (their average if
-    the run kept one); the training data; and the checkpoint's plain values.
+class Trained(NamedTuple):
+    """A trained model, and what an export writes beside its weights."""
+
+    model: nn.Module  # in evaluation mode, on the CPU
+    data: Any  # the training data
+    values: dict[str, Any]  # the checkpoint's plain values
+
+
+def _trained(config: Config, path: Path) -> Trained:
+    """Return the model of these settings with the weights in the checkpoint at `path`: their average if the run kept
+    one.
     """
     config = with_claimed_settings(config)
-    mode = config.precision.mode
+    has_half_weights = config.precision.mode == "bf16_pure"  # no other mode has weights in another dtype
     config = dataclasses.replace(
         config,
         mode="export",
         train=dataclasses.replace(config.train, device="cpu", deterministic=False, detect_anomaly=False),
         data=dataclasses.replace(config.data, num_workers=0),
-        # Only bf16_pure has weights in another dtype.
-        precision=dataclasses.replace(config.precision, mode=mode if mode == "bf16_pure" else "fp32"),
+        precision=dataclasses.replace(config.precision, mode="bf16_pure" if has_half_weights else "fp32"),
     )
     with contextlib.closing(open_resources(config, SingleRank())) as resources:
-        data, built = resources.targets.train_data, build_model(config, resources)
+        data = resources.targets.train_data
+        built = build_model(config, resources)
     values = checkpointer.restore_model(built, path, resources.filled)
     with checkpointer.misfits_named(path):
         require_same_data(labels_of(data), getattr(data, "vocabulary", ""), values)
-    return built.eval(), data, values
+    return Trained(built.eval(), data, values)
 
 
 def export(config: Config) -> list[Path]:
-    """`mode=export`: write the weights of the checkpoint that `checkpointing.resume` names (their average if the run
-    kept one). Returns the files of weights.
+    """Write the weights of the checkpoint that `checkpointing.resume` names (their average if the run kept one):
+    `mode=export`. Return the files of weights.
 
     If the data names its classes, `class_names.json` lists them in the order of the model's outputs. Raises UserError
     if `export.merge` does not apply, and for a folder with other weights.
     """
     path = resolve(config.checkpointing.resume)
     folder = Path(config.export.folder or Path(config.run_dir) / "export")
-    trained, data, values = _trained(as_saved(config, path), path)
-    has_adapters = adapters.base_of(trained) is not None
+    trained = _trained(as_saved(config, path), path)
     if config.export.merge:
-        if not has_adapters:
-            raise UserError("export.merge=true: the model has no adapters; leave it out")
-        adapters.merge(trained)
-        has_adapters = False
-        if config.export.merge_dtype == "bf16":
-            for parameter in trained.parameters():
-                if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(torch.bfloat16)
-    own = {"adapter_model.safetensors", "adapter_config.json"} if has_adapters else {"model.safetensors"}
-    patterns = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json")
-    if others := {file.name for pattern in patterns for file in folder.glob(pattern)} - own:
+        _merge_adapters(trained.model, config)
+    has_adapters = adapters.base_of(trained.model) is not None and not config.export.merge
+    _require_no_other_weights(folder, has_adapters)
+    _write_model(folder, trained, has_adapters)
+
+    save_tokenizer = getattr(trained.data, "save_tokenizer", None)
+    if callable(save_tokenizer) and (has_adapters or is_of_transformers(trained.model)):
+        save_tokenizer(folder)
+    class_names = folder / "class_names.json"
+    class_names.unlink(missing_ok=True)  # names of an earlier export would not fit these weights
+    if trained.values["class_names"]:
+        class_names.write_text(strict_json(trained.values["class_names"], indent=1) + "\n")
+
+    files = sorted(folder.glob("*.safetensors"))
+    for file in files:
+        file.chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read
+    log.info("exported %s of weights to %s", bytes_text(sum(file.stat().st_size for file in files)), folder)
+    return files
+
+
+def _merge_adapters(model: nn.Module, config: Config) -> None:
+    """Add the adapters to the weights of their layers, in the dtype of `export.merge_dtype`."""
+    if adapters.base_of(model) is None:
+        raise UserError("export.merge=true: the model has no adapters; leave it out")
+    adapters.merge(model)
+    if config.export.merge_dtype == "bf16":
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _require_no_other_weights(folder: Path, has_adapters: bool) -> None:
+    """Raise UserError for a folder with weights that the export would not replace."""
+    replaced = {"adapter_model.safetensors", "adapter_config.json"} if has_adapters else {"model.safetensors"}
+    other_weights = set()
+    for pattern in ("*.safetensors", "*.safetensors.index.json", "adapter_config.json"):
+        other_weights |= {file.name for file in folder.glob(pattern)} - replaced
+    if other_weights:
         raise UserError(
             f"export.folder={folder}: it holds other weights, which would be mixed with these "
-            f"({listed(sorted(others))}); name another folder, or remove them"
+            f"({listed(sorted(other_weights))}); name another folder, or remove them"
         )
+
+
+def _write_model(folder: Path, trained: Trained, has_adapters: bool) -> None:
+    """Write the weights, in the layout of the library that opens them."""
+    model = trained.model
+    if is_of_transformers(model) and not has_adapters:
+        restore_cache(model)
+        model.save_pretrained(str(folder))  # type: ignore[operator]  # the hub's layout may differ from the memory's
+        return
+    folder.mkdir(parents=True, exist_ok=True)
     if has_adapters:
-        tensors, settings = adapters.exported(trained, values["model_values"]["written"])
-        folder.mkdir(parents=True, exist_ok=True)
+        tensors, settings = adapters.exported(model, trained.values["model_values"]["written"])
         _write(folder / "adapter_model.safetensors", tensors)
         settings.save_pretrained(str(folder))
-    elif is_of_transformers(trained):
-        restore_cache(trained)
-        trained.save_pretrained(str(folder))  # type: ignore[operator]  # the hub's layout may differ from the memory's
     else:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / "model.safetensors", trained.state_dict(keep_vars=True))
-    save_tokenizer = getattr(data, "save_tokenizer", None)
-    if callable(save_tokenizer) and (has_adapters or is_of_transformers(trained)):
-        save_tokenizer(folder)
-    names = folder / "class_names.json"
-    names.unlink(missing_ok=True)  # names of an earlier export would not fit these weights
-    if values["class_names"]:
-        names.write_text(strict_json(values["class_names"], indent=1) + "\n")
-    written = sorted(folder.glob("*.safetensors"))
-    for file in written:
-        file.chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read
-    log.info("exported %s of weights to %s", bytes_text(sum(file.stat().st_size for file in written)), folder)
-    return written
+        _write(folder / "model.safetensors", model.state_dict(keep_vars=True))
 
 
 def _write(path: Path, tensors: Mapping[str, Any]) -> None:
     """Write the tensors; tied weights once, under their first name."""
-    names: dict[int, str] = {}
+    first_names: dict[int, str] = {}  # by id of the tensor
     for name, tensor in tensors.items():
         if torch.is_tensor(tensor):
-            names.setdefault(id(tensor), name)
-    weights = {name: tensors[name].detach().clone().contiguous() for name in names.values()}
+            first_names.setdefault(id(tensor), name)
+    weights = {name: tensors[name].detach().clone().contiguous() for name in first_names.values()}
     save_file(weights, path, metadata={"format": "pt"})

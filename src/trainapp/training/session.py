@@ -56,6 +56,16 @@ class Objective(NamedTuple):
         return cls(direction, metric)
 
 
+@dataclass(frozen=True)
+class InitialWeights:
+    """What a run that does not resume has loaded from `model.init_from`, counted by the names in the state dict."""
+
+    source: str
+    tensors: int | None  # that were loaded; None where the weights were loaded into the base of adapters
+    of_tensors: int
+    left_as_initialised: list[str]
+
+
 @dataclass
 class Evaluation:
     """State of the current evaluation, which continues after it ran out of memory, and results of the last one."""
@@ -104,6 +114,7 @@ class Session:
     callbacks: Callbacks
     filled: Mapping[str, Any]  # settings filled in from the data, and what was checked: see `Resources`
     checks: Mapping[str, str]
+    initial_weights: InitialWeights | None = None
     evaluation: Evaluation = field(default_factory=Evaluation)
     attempt: AttemptState = field(default_factory=AttemptState)
     recovery: RecoveryState = field(default_factory=RecoveryState)
