@@ -21,7 +21,7 @@ from trainapp.config.schema import Adapter, Config
 from trainapp.config.targets import require_package
 from trainapp.errors import UserError
 from trainapp.models.huggingface import drawn
-from trainapp.models.inspect import blocks_of, heads
+from trainapp.models.inspect import blocks_of, task_heads
 from trainapp.models.weights import load_weights
 from trainapp.state.checksum import checksum
 from trainapp.torch_private import has_values
@@ -181,7 +181,7 @@ def linear_layers(model: nn.Module) -> list[str]:
 
 def _new_modules(model: nn.Module) -> list[str]:
     """Modules that a task adds to a pretrained body, trained in full: opening an export would reinitialise them."""
-    found = heads(model)
+    found = task_heads(model)
     for name in drawn(model):
         owner = name.rpartition(".")[0]
         if owner and not f"{owner}.".startswith(tuple(f"{other}." for other in found)):

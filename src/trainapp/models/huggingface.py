@@ -18,7 +18,7 @@ from torch import nn
 
 from trainapp.config.targets import require_package
 from trainapp.errors import UserError
-from trainapp.models.inspect import heads, positions_of
+from trainapp.models.inspect import positions_of, task_heads
 from trainapp.torch_private import has_values
 from trainapp.units import listed, suggest
 from trainapp.validation import NonNegativeInt, PositiveInt, Str
@@ -176,7 +176,7 @@ def _pretrained(kind: Any, place: str, settings: Any, options: dict[str, Any], i
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     model, report = kind.from_pretrained(place, config=settings, **options)
     resized = [name for name, *_ in report["mismatched_keys"]]
-    new = heads(model) if is_classifier else []
+    new = task_heads(model) if is_classifier else []
     if wrong := sorted(name for name in resized if name.partition(".")[0] not in new):
         raise UserError(f"model.path={place}: model.config changes the shapes of {listed(wrong)}; omit those settings")
     # Old files lack `num_batches_tracked`.
