@@ -109,7 +109,7 @@ def export(config: Config) -> list[Path]:
             f"({listed(sorted(others))}); name another folder, or remove them"
         )
     if has_adapters:
-        tensors, settings = adapters.exported(trained, values["model_values"]["written"])
+        tensors, settings = adapters.exported_adapters(trained, values["model_values"]["written"])
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / "adapter_model.safetensors", tensors)
         settings.save_pretrained(str(folder))
