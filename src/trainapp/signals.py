@@ -29,7 +29,8 @@ from trainapp.errors import UserError
 from trainapp.units import parse_time
 
 # Numbers, of SIGALRM and SIGVTALRM, that stand for `train.max_time` and a pause of a sweep; these are not sent.
-TIME_IS_UP, PAUSED = 14, 26
+TIME_IS_UP = 14
+PAUSED = 26
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 REPEAT = signal.SIGURG  # from the listener to the main thread; ignored by default, so that a late one does no harm
 REPEAT_AFTER = 0.1  # seconds between two looks at whether an interrupt was lost
@@ -63,13 +64,18 @@ class AtWork(NamedTuple):
 
 
 class StopRequest:
-    """Use as a context manager around the run. `heard` is polled wherever the run can stop.
+    """What asks a run to stop: a signal, its time, its sweep. A context manager around the run, in which `heard` is
+    polled wherever the run can stop.
 
-    Attributes: `at_work` returns what is. `signal`: the first one's number, or None. `agreed`: the number for which all
-    ranks have agreed to stop, or 0. `interrupts`: whether a signal raises Stopped in the main thread. `facts`: what
-    result.json says of the signal, or None.
+    Args:
+        deadline: the `time.monotonic()` of `train.max_time`. No timer: the clock is read where signals are polled.
 
-    deadline: the `time.monotonic()` of `train.max_time`. No timer: the clock is read where signals are polled.
+    Attributes:
+        at_work: returns what a signal would interrupt now.
+        signal: the first one's number, or None.
+        agreed: the number for which all ranks have agreed to stop, or 0.
+        interrupts: whether a signal raises Stopped in the main thread.
+        facts: what result.json says of the signal, or None.
     """
 
     PATIENCE = 10.0  # seconds for the main thread to leave, which may be in C code or have lost `Interrupted`
@@ -81,7 +87,7 @@ class StopRequest:
         self.agreed = 0
         self.interrupts = False
         self.facts: dict[str, Any] | None = None
-        self._at = 0.0
+        self._heard_at = 0.0  # time.monotonic() of the signal
         self._process = os.getpid()  # loader workers inherit the handler
         self._handlers = contextlib.ExitStack()
         self._is_passed_on = False  # to the previous handler
@@ -101,7 +107,8 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._interrupt, self._is_lost = None, False  # nothing is repeated from here on
+        self._interrupt = None
+        self._is_lost = False  # nothing is repeated from here on
         self._handlers.close()
         if self._previous:
             signal.set_wakeup_fd(self._outer)
@@ -112,7 +119,7 @@ class StopRequest:
             self.leave(self.signal)  # a peer that left closed its connection, or a library has wrapped `Interrupted`
 
     def heard(self) -> int:
-        """The number of the signal that asks for a stop, TIME_IS_UP after the deadline, or 0."""
+        """Return the number of the signal that asks for a stop, TIME_IS_UP after the deadline, or 0."""
         if self.signal is None and time.monotonic() >= self.deadline:
             if self.facts is None:
                 self._note(TIME_IS_UP)
@@ -121,13 +128,13 @@ class StopRequest:
         return self.signal or 0
 
     def has_saved(self) -> None:
-        """Call after a checkpoint that a stop has asked for."""
+        """Note that the checkpoint that a stop has asked for is saved."""
         if self.facts is not None:  # else another rank has heard it
-            self.facts["seconds"] = time.monotonic() - self._at
+            self.facts["seconds"] = time.monotonic() - self._heard_at
             log.info("%s: saved %.1f s after it", named(self.agreed), self.facts["seconds"])
 
     def pause(self) -> None:
-        """The run's sweep pauses it. Call on all ranks, which then stop as after a signal."""
+        """Pause the run, as its sweep asks. Call on all ranks, which then stop as after a signal."""
         self.agreed = PAUSED
         self._note(PAUSED)
 
@@ -147,9 +154,9 @@ class StopRequest:
         return TO_BE_CONTINUED if self.at_work().is_saved else 128 + number
 
     def _note(self, number: int) -> None:
-        """Called by the handler or by the thread, which may be first."""
+        """Note the first signal; called by the handler and by the thread, in any order."""
         if self.facts is None:
-            self._at = time.monotonic()
+            self._heard_at = time.monotonic()
             self.facts = {"signal": named(number), "during": self.at_work().name, "seconds": None}
 
     def _handle(self, number: int, frame: object) -> None:
@@ -161,7 +168,7 @@ class StopRequest:
         self._raise_interrupt()
 
     def _repeat(self, number: int, frame: object) -> None:
-        """In the main thread, as `_handle`: raise the interrupt again if it is still lost."""
+        """Raise the interrupt again if it is still lost; runs in the main thread, as `_handle`."""
         if os.getpid() == self._process and self._is_lost:
             self._raise_interrupt()
 
@@ -182,39 +189,55 @@ class StopRequest:
             del error  # this frame, which the traceback holds, must not keep it alive
 
     def _note_lost(self, reference: object) -> None:
-        """Called when the interrupt is freed: caught and dropped before it reached `__exit__`."""
+        """Note that the interrupt has been freed: caught and dropped before it reached `__exit__`."""
         self._is_lost = reference is self._interrupt
 
     def _listen(self, reader: int) -> None:
-        """The thread: reads the number of each signal that this process gets."""
-        first, first_at, is_patient = 0, 0.0, True
+        """Read the number of each signal that this process gets, and act on it; runs in the thread."""
+        first = 0  # number of the first signal
+        first_at = 0.0
+        is_patient = True
         with open(reader, "rb", buffering=0) as pipe:
             while True:
-                if not select.select([pipe], [], [], REPEAT_AFTER if first else None)[0]:
+                readable, _, _ = select.select([pipe], [], [], REPEAT_AFTER if first else None)
+                if not readable:
                     self._repeat_if_needed()
                     if is_patient and time.monotonic() - first_at >= self.PATIENCE:
                         is_patient = False
                         if self.at_work().may_end:
                             self._exit(first, "the main thread does not return")
-                elif (number := pipe.read(1)[0]) == 0:
+                    continue
+                number = pipe.read(1)[0]
+                if number == 0:  # written by `__exit__`
                     return
-                elif number in SIGNALS and not first:
-                    first, first_at = number, time.monotonic()
-                    self._note(number)
-                    now = self.at_work()
-                    says = f"finishing the {now.name}; {how_to_quit(number)}"
-                    log.warning("%s: %s", named(number), "leaving; nothing is lost" if now.may_end else says)
-                elif number in SIGNALS and time.monotonic() - first_at >= ECHO:
+                if number not in SIGNALS:
+                    continue
+                if not first:
+                    first = number
+                    first_at = time.monotonic()
+                    self._announce(number)
+                elif time.monotonic() - first_at >= ECHO:
                     self._exit(number, "a second signal")
 
+    def _announce(self, number: int) -> None:
+        """Say what the first signal will do."""
+        self._note(number)
+        at_work = self.at_work()
+        if at_work.may_end:
+            log.warning("%s: leaving; nothing is lost", named(number))
+        else:
+            log.warning("%s: finishing the %s; %s", named(number), at_work.name, how_to_quit(number))
+
     def _repeat_if_needed(self) -> None:
-        """In the listener. A signal also ends a wait of the main thread, such as `time.sleep`: then handlers run."""
+        """Wake the main thread, from the listener, if an interrupt has not reached it. A signal also ends a wait, such
+        as `time.sleep`: then handlers run.
+        """
         is_unhandled = self.signal is None
         if (self._is_lost or is_unhandled) and (self.interrupts or self.at_work().may_end):
             signal.pthread_kill(threading.main_thread().ident or 0, REPEAT)
 
     def _exit(self, number: int, why: str) -> NoReturn:
-        """End the process from the thread."""
+        """End the process at once, from the thread."""
         log.warning("%s: %s: leaving at once; lost: %s", named(number), why, self.at_work().lost)
         os._exit(self._status(number))
 
@@ -223,33 +246,34 @@ class StopRequest:
 def handled_by(
     handler: Callable[[int, Any], None], numbers: tuple[signal.Signals, ...] = SIGNALS
 ) -> Iterator[dict[int, Any]]:
-    """Inside the block, the handler gets the signals. Yields the former ones; none outside of the main thread, which
-    alone may set handlers.
+    """Handle the signals by `handler` inside the block. Yields the previous handlers; none outside of the main thread,
+    which alone may set handlers.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    former = {int(number): signal.signal(number, handler) for number in numbers if is_main}
+    previous_handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        previous_handlers = {int(number): signal.signal(number, handler) for number in numbers}
     try:
-        yield former
+        yield previous_handlers
     finally:
-        for number, own in former.items():
-            signal.signal(number, own)
+        for number, previous_handler in previous_handlers.items():
+            signal.signal(number, previous_handler)
 
 
 @contextlib.contextmanager
 def _unraisable_stops_hidden() -> Iterator[None]:
-    """Inside the block, Python prints no "Exception ignored in" for a lost interrupt, which is repeated."""
-    former = sys.unraisablehook
+    """Print no "Exception ignored in" for a lost interrupt inside the block: it is repeated."""
+    previous_hook = sys.unraisablehook
 
     def report(unraisable: Any) -> None:
         if not issubclass(unraisable.exc_type, (Interrupted, Stopped)):
-            former(unraisable)
+            previous_hook(unraisable)
 
     sys.unraisablehook = report
     try:
         yield
     finally:
         if sys.unraisablehook is report:  # else the user's code has set its own
-            sys.unraisablehook = former
+            sys.unraisablehook = previous_hook
 
 
 def how_to_quit(number: int) -> str:
@@ -259,23 +283,30 @@ def how_to_quit(number: int) -> str:
 
 
 def named(number: int) -> str:
-    """SIGTERM, train.max_time, or sweep.pruner."""
-    others = {TIME_IS_UP: "train.max_time", PAUSED: "sweep.pruner"}
-    return others.get(number) or signal.Signals(number).name
+    """Return what asks for the stop: SIGTERM, train.max_time, or sweep.pruner."""
+    if number == TIME_IS_UP:
+        return "train.max_time"
+    if number == PAUSED:
+        return "sweep.pruner"
+    return signal.Signals(number).name
 
 
 def deadline_of(setting: str, value: str | None, started: float) -> float:
-    """The `time.monotonic()` of a setting such as `11h50m`, counted from the Unix time `started`; inf without one.
+    """Return the `time.monotonic()` of a setting such as `11h50m`; inf without one.
 
-    auto: before the Slurm job ends. Raises UserError for auto outside of one.
+    Args:
+        setting: name of the setting, for messages.
+        value: its value. "auto" is shortly before the Slurm job ends; raises UserError outside of one.
+        started: the Unix time from which it counts.
     """
     if value is None:
         return math.inf
-    end = started + (parse_time(value) or 0.0)
     if value == "auto":
         if "SLURM_JOB_END_TIME" not in os.environ:
             raise UserError(f"{setting}=auto: SLURM_JOB_END_TIME is not set; set a time such as 11h50m")
         end = float(os.environ["SLURM_JOB_END_TIME"]) - BEFORE_SLURM_ENDS
+    else:
+        end = started + (parse_time(value) or 0.0)
     return time.monotonic() + end - time.time()
 
 

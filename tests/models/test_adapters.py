@@ -14,7 +14,7 @@ from torch import nn
 import trainapp
 from trainapp.config.schema import Adapter
 from trainapp.errors import UserError
-from trainapp.models.adapters import add_lora, base_of, digest_of, exported, merge
+from trainapp.models.adapters import add_lora, base_of, digest_of, exported_adapters, merge
 
 transformers = pytest.importorskip("transformers", reason="needs the extra trainapp[hf]")
 peft = pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
@@ -252,13 +252,13 @@ def test_an_export_of_tied_weights_has_the_adapters_alone(caplog):
     config = transformers.LlamaConfig(vocab_size=64, tie_word_embeddings=True, **hf_files.SIZES)
     model = transformers.LlamaForCausalLM(config)
     add_lora(model, Adapter(kind="lora"))
-    tensors, settings = exported(model)
+    tensors, settings = exported_adapters(model)
     assert len(tensors) == 2 * 2 * 7
     assert all("lora_" in name for name in tensors)
     assert not settings.modules_to_save
     assert not caplog.text
     model.model.norm.weight.requires_grad_(True)  # by code of a user's own
-    exported(model)
+    exported_adapters(model)
     assert "model.norm.weight" in caplog.text
 
 

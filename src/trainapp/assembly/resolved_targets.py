@@ -18,7 +18,7 @@ from trainapp.errors import UserError
 from trainapp.losses import losses
 from trainapp.losses.contrastive import Contrastive
 from trainapp.losses.losses import CheckedTask
-from trainapp.models.adapters import adapted
+from trainapp.models.adapters import with_adapters
 from trainapp.units import listed
 
 BUILT_IN_TASKS: dict[str, Any] = {
@@ -67,7 +67,7 @@ def resolve_targets(config: Config) -> ResolvedTargets:
     spec = dict(getattr(train_data, "spec", {}))
     task, updates = _tasks(config, targets_by_setting, train_data)
     return ResolvedTargets(
-        model=adapted(targets_by_setting["model"], config, _base_weights(config)),
+        model=with_adapters(targets_by_setting["model"], config, _base_weights(config)),
         task=task,
         updates=updates,
         train_data=train_data,

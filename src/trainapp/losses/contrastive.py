@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainapp.config.schema import Config
+from trainapp.config.schema import Batch, Config
 from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.errors import UserError
 from trainapp.losses.losses import Metrics, Output, inputs_and_targets, tensor_of_output
@@ -26,14 +26,14 @@ class EmbeddingTask:
     """
 
     def embed(self, model: nn.Module, batch: Any) -> Any:
-        """The embeddings of the batch's samples: a tensor, or a tuple or dict of tensors, of shapes [samples, ...].
+        """Return the embeddings of the samples: a tensor, or a tuple or dict of tensors, of shapes [samples, ...].
 
         It must not compare samples, and is called twice per micro-batch.
         """
         raise NotImplementedError
 
     def loss_of_embeddings(self, embeddings: Any) -> tuple[Tensor, Tensor | float, Metrics]:
-        """(loss_sum, count, metrics), as of any task, for the embeddings of all samples of the step."""
+        """Return (loss_sum, count, metrics), as any task, for the embeddings of all samples of the step."""
         raise NotImplementedError
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float, Metrics]:
@@ -47,18 +47,23 @@ class Contrastive(EmbeddingTask):
     are the embeddings, of any shape: they are flattened and normalised. The metric is the accuracy of matching the
     first view to the second.
 
-    temperature: divides the cosines. output: the part of what the model returns, see `losses.part_of_output`. Needs
-    memory for logits [N, N], for the N samples of a step on all ranks. Raises UserError for inputs without two views.
+    Needs memory for logits [N, N], for the N samples of a step on all ranks. Raises UserError for inputs without two
+    views.
+
+    Args:
+        temperature: divides the cosines.
+        output: the part of what the model returns, see `losses.part_of_output`.
 
     Sources: van den Oord et al. 2018, arXiv:1807.03748; Chen et al. 2020 (SimCLR), arXiv:2002.05709; Radford et al.
     2021 (CLIP), arXiv:2103.00020.
     """
 
     def __init__(self, temperature: float = 0.1, output: Output = None):
-        self.temperature, self.output = temperature, output
+        self.temperature = temperature
+        self.output = output
 
     def embed(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """The embeddings of both views, each [B, features] in fp32, or in fp64 of a model in fp64."""
+        """Return the embeddings of both views, each [B, features] in fp32, or in fp64 of a model in fp64."""
         inputs, _ = inputs_and_targets(batch)
         if inputs.ndim < 3 or inputs.shape[1] != 2:
             raise UserError(
@@ -67,11 +72,12 @@ class Contrastive(EmbeddingTask):
             )
         embeddings = tensor_of_output(model(inputs.flatten(0, 1)), self.output, "this loss")
         features = at_least_fp32(embeddings.flatten(1))
-        first, second = F.normalize(features, dim=1).unflatten(0, (-1, 2)).unbind(1)
+        views = F.normalize(features, dim=1).unflatten(0, (-1, 2))  # [B, 2, features]
+        first, second = views.unbind(1)
         return first, second
 
     def loss_of_embeddings(self, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, int, Metrics]:
-        """The mean of both directions."""
+        """Return the loss as the mean of both directions, with the number of samples and the accuracy."""
         first, second = embeddings
         logits = first @ second.T / self.temperature
         matches = torch.arange(len(logits), device=logits.device)
@@ -85,14 +91,19 @@ class Contrastive(EmbeddingTask):
 
 
 def embed(task: Any, model: nn.Module, batch: Any, samples: int | None = None) -> Any:
-    """The result of the task's `embed` for a batch. Raises UserError for results that cannot be joined.
+    """Return the result of the task's `embed` for a batch. Raises UserError for results that cannot be joined.
 
-    samples: number of samples in the batch, if known. The task gets copies of containers, which it may modify.
+    Args:
+        task: the task.
+        model: the model.
+        batch: the batch; the task gets copies of its containers, which it may modify.
+        samples: number of samples in the batch, if known.
     """
     embeddings = task.embed(model, map_tensors(lambda tensor: tensor, batch))
     shapes = [list(tensor.shape) for tensor in tensors_in(embeddings)]
-    rows = {shape[0] if shape else None for shape in shapes}
-    if len(rows) != 1 or rows == {None} or (samples is not None and rows != {samples}):
+    row_counts = {shape[0] for shape in shapes if shape}
+    has_scalars = [] in shapes
+    if has_scalars or len(row_counts) != 1 or (samples is not None and row_counts != {samples}):
         raise UserError(
             f"{task.setting}: its embed must return a tensor, or a tuple or dict of tensors, whose first dimension is "
             f"the samples, {samples or 'equally many in each'}, but returned a {type(embeddings).__name__} with "
@@ -103,9 +114,16 @@ def embed(task: Any, model: nn.Module, batch: Any, samples: int | None = None) -
 
 
 def join(parts: list[list[Tensor]], setting: str) -> list[Tensor]:
-    """The concatenated tensors of several micro-batches. Raises UserError if they do not fit."""
+    """Return the concatenated tensors of several micro-batches. Raises UserError if they do not fit.
+
+    Args:
+        parts: the tensors of each micro-batch.
+        setting: the setting that names the task, with its value, for the message.
+    """
+    if len(parts) == 1:
+        return list(parts[0])
     try:
-        return [torch.cat(tensors) if len(tensors) > 1 else tensors[0] for tensors in zip(*parts, strict=True)]
+        return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
     except (RuntimeError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -116,29 +134,47 @@ def join(parts: list[list[Tensor]], setting: str) -> list[Tensor]:
 
 
 def like(structure: Any, tensors: list[Tensor]) -> Any:
-    """A structure like the result of `embed`, with these tensors."""
+    """Return a structure like the result of `embed`, with these tensors."""
     remaining = iter(tensors)
     return map_tensors(lambda _: next(remaining), structure)
 
 
 def require_uncut(config: Config, world_size: int, samples: int) -> None:
-    """Raises UserError for settings that would cut the batch of a task with `whole_batch = True`.
+    """Raise UserError for settings that would cut the batch of a task with `whole_batch = True`.
 
-    world_size: number of ranks. samples: number of samples in the data set; 0 if unknown.
+    Args:
+        config: the configuration.
+        world_size: number of ranks.
+        samples: number of samples in the data set; 0 if unknown.
     """
-    batch, steps = config.batch, config.accumulation.steps
-    needed = min(batch.global_size, samples or batch.global_size)
+    whole_size = config.batch.global_size
+    if samples:
+        whole_size = min(whole_size, samples)
     why = f"task={config.task} has whole_batch=True: its batch is never cut"
     if world_size > 1:
         raise UserError(
             f"{why}, but {world_size} ranks would each compute the loss of a part of it, which is another loss; use "
             "parallel=single, or a loss that is a sum over samples"
         )
-    plans = [plan for own in batch.schedules.values() for plan in own.values()]
-    sizes = [size for plan in plans for size in (plan.values() if isinstance(plan, dict) else [plan])]
-    sizes += [] if batch.micro_size == "auto" else [batch.micro_size]
-    if steps not in ("auto", 1) or min(sizes, default=needed) < needed:
+    is_accumulated = config.accumulation.steps not in ("auto", 1)
+    if is_accumulated or any(size < whole_size for size in _micro_sizes(config.batch)):
         raise UserError(
             f"{why}; remove batch.micro_size, batch.micro_schedule and accumulation.steps, which would cut it, and use "
             "batch.global_size for the number of samples that the loss compares"
         )
+
+
+def _micro_sizes(batch: Batch) -> list[Any]:
+    """Return all micro-batch sizes that the settings name: of every step, update and shape of the schedule, and
+    `batch.micro_size`.
+    """
+    sizes: list[Any] = []
+    for schedule in batch.schedules.values():
+        for size_or_sizes in schedule.values():
+            if isinstance(size_or_sizes, dict):  # by shape
+                sizes.extend(size_or_sizes.values())
+            else:
+                sizes.append(size_or_sizes)
+    if batch.micro_size != "auto":
+        sizes.append(batch.micro_size)
+    return sizes

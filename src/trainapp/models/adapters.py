@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from trainapp.config.schema import Adapter, Config
 from trainapp.config.targets import require_package
 from trainapp.errors import UserError
-from trainapp.models.huggingface import drawn
-from trainapp.models.inspect import blocks_of, heads
+from trainapp.models.huggingface import newly_initialised
+from trainapp.models.inspect import blocks_of, task_heads
 from trainapp.models.weights import load_weights
 from trainapp.state.checksum import checksum
 from trainapp.torch_private import has_values
@@ -30,43 +30,52 @@ from trainapp.units import listed
 log = logging.getLogger(__name__)
 
 # peft's task names by suffix of Transformers' class names: peft needs them to open an export.
-_KINDS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
+_PEFT_TASKS = {
+    "ForCausalLM": "CAUSAL_LM",
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+}
 
 
 @dataclass(frozen=True)
 class Base:
-    """The frozen part of a model with adapters: its parameters by name, and a digest of their values."""
+    """The frozen part of a model with adapters."""
 
-    names: frozenset[str]
-    digest: str  # empty for tensors without values
+    names: frozenset[str]  # of its parameters
+    digest: str  # of their values; empty for tensors without values
 
 
 _bases: "weakref.WeakKeyDictionary[nn.Module, Base]" = weakref.WeakKeyDictionary()
 
 
 def base_of(model: nn.Module) -> Base | None:
-    """The frozen part of a model with adapters; None for a model without."""
+    """Return the frozen part of a model with adapters; None for a model without."""
     return _bases.get(model)
 
 
-def adapted(kind: Callable[..., nn.Module], config: Config, weights: str | None) -> Callable[..., nn.Module]:
-    """The model's class, or a function that builds one and adds the adapters that the configuration asks for.
+def with_adapters(
+    build_model: Callable[..., nn.Module], config: Config, base_weights: str | None
+) -> Callable[..., nn.Module]:
+    """Return a function that builds the model and adds the adapters that the configuration asks for.
 
-    weights: the file with the base's initial weights, if any.
+    Args:
+        build_model: the model's class, or a function; returned as it is for `adapter=none`.
+        config: the configuration.
+        base_weights: the file with the base's initial weights, if any.
     """
     if config.adapter.kind == "none":
-        return kind
+        return build_model
 
-    @functools.wraps(kind, updated=())
-    def build(*args: Any, **kwargs: Any) -> nn.Module:
-        model = kind(*args, **kwargs)
+    @functools.wraps(build_model, updated=())
+    def build_with_adapters(*args: Any, **kwargs: Any) -> nn.Module:
+        model = build_model(*args, **kwargs)
         # Load the base's weights now: adapters rename its layers. A trace has none to load.
-        if weights is not None and has_values(next(model.parameters())):
-            load_weights(model, weights, config.model.init_strict)
+        if base_weights is not None and has_values(next(model.parameters())):
+            load_weights(model, base_weights, config.model.init_strict)
         add_lora(model, config.adapter)
         return model
 
-    return build
+    return build_with_adapters
 
 
 def add_lora(model: nn.Module, settings: Adapter) -> None:
@@ -77,46 +86,126 @@ def add_lora(model: nn.Module, settings: Adapter) -> None:
     require_package("peft", "adapter=lora")
     import peft
 
-    trained = _new_modules(model) if settings.train == "auto" else _found_in(model, settings.train)
-    options = peft.LoraConfig(
+    if settings.train == "auto":
+        trained_modules = _new_modules(model)
+    else:
+        _require_modules(model, settings.train)
+        trained_modules = settings.train
+    lora_config = peft.LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules=linear_layers(model) if settings.targets == "auto" else list(settings.targets),
-        modules_to_save=trained or None,
+        modules_to_save=trained_modules or None,
         bias="none",
-        task_type=next((kind for name, kind in _KINDS.items() if type(model).__name__.endswith(name)), None),
-        base_model_name_or_path=getattr(getattr(model, "config", None), "name_or_path", None) or None,
+        task_type=_peft_task(model),
+        base_model_name_or_path=_name_or_path(model),
     )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # peft corrects it for Conv1D
-            peft.inject_adapter_in_model(options, model)
+            peft.inject_adapter_in_model(lora_config, model)
     except ValueError as error:
         raise UserError(f"adapter=lora: {error}") from error
+
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if not parameter.is_floating_point():
+            continue
+        if parameter.requires_grad:
             # Adapters stay in fp32: in lower precision their small updates would be lost.
-            frozen = torch.bfloat16 if settings.base_dtype == "bf16" else parameter.dtype
-            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else frozen)
-    base = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    _bases[model] = Base(frozenset(base), digest_of(base))
+            parameter.data = parameter.data.to(torch.float32)
+        elif settings.base_dtype == "bf16":
+            parameter.data = parameter.data.to(torch.bfloat16)
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    _bases[model] = Base(frozenset(frozen), digest_of(frozen))
 
 
-def require_same_base(model: nn.Module, saved: str | None) -> None:
-    """Raises UserError unless a checkpoint with this digest (None: without adapters) fits this base."""
+def _new_modules(model: nn.Module) -> list[str]:
+    """Return the modules that a task adds to a pretrained body, to be trained in full: opening an export would
+    reinitialise them.
+    """
+    names = task_heads(model)
+    for tensor_name in newly_initialised(model):
+        module_name = tensor_name.rpartition(".")[0]
+        is_inside_another = any(f"{module_name}.".startswith(f"{name}.") for name in names)
+        if module_name and not is_inside_another:
+            names.append(module_name)
+    return names
+
+
+def _require_modules(model: nn.Module, wanted_names: list[str]) -> None:
+    """Raise UserError unless the model has a module of each name: peft would train nothing for it."""
+    names = [name for name, _ in model.named_modules() if name]
+    for wanted_name in wanted_names:
+        if not any(f".{name}".endswith(f".{wanted_name}") for name in names):
+            last_parts = dict.fromkeys(name.rpartition(".")[2] for name in names)
+            raise UserError(
+                f"adapter.train=[{wanted_name}]: {type(model).__name__} has no module of this name; it has "
+                f"{listed(last_parts)}"
+            )
+
+
+def linear_layers(model: nn.Module) -> list[str]:
+    """Return the layers to which `adapter.targets=auto` adds adapters. Raises UserError if there are none."""
+    ids_in_blocks: set[int] = set()
+    for block in blocks_of(model, "adapter.targets=auto"):
+        ids_in_blocks.update(id(module) for module in block.modules())
+    names = [name for name, module in model.named_modules() if id(module) in ids_in_blocks and _is_linear(module)]
+    if not names:
+        raise UserError(f"adapter.targets=auto: no linear layers in the blocks of {type(model).__name__}; name modules")
+    return names
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"  # GPT-2's, with a transposed weight
+
+
+def _peft_task(model: nn.Module) -> str | None:
+    for suffix, task in _PEFT_TASKS.items():
+        if type(model).__name__.endswith(suffix):
+            return task
+    return None
+
+
+def _name_or_path(model: nn.Module) -> str | None:
+    """Return where a Transformers model was loaded from."""
+    config = getattr(model, "config", None)
+    return getattr(config, "name_or_path", None) or None
+
+
+@torch.no_grad()
+def digest_of(parameters: Mapping[str, Tensor]) -> str:
+    """Return a digest of names, dtypes, shapes and bits. Two passes over the memory: a second for 10 GB."""
+    for parameter in parameters.values():
+        if not has_values(parameter) or parameter.layout is not torch.strided:
+            return ""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(parameters.items()):
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+        digest.update(checksum(parameter).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def require_same_base(model: nn.Module, saved_digest: str | None) -> None:
+    """Raise UserError unless a checkpoint fits the model's base.
+
+    Args:
+        model: the model.
+        saved_digest: of the checkpoint's base; None for a checkpoint of a whole model.
+    """
     base = base_of(model)
-    own = None if base is None else base.digest
-    if own == saved:
+    digest = None if base is None else base.digest
+    if digest == saved_digest:
         return
-    if saved is None:
+    if saved_digest is None:
         raise UserError(
             "it holds a whole model; use adapter=none, or train adapters on it: export it, and set model.path to the "
             "export (for a Transformers model) or model.init_from to its model.safetensors"
         )
+    content = "adapters, trained on another base model" if digest else "only adapters, trained on a base model"
     raise UserError(
-        f"it holds {'' if own else 'only '}adapters, trained on {'another' if own else 'a'} base model; use the same "
-        "adapter settings and model.path (or model settings, train.seed and model.init_from), with unchanged files"
+        f"it holds {content}; use the same adapter settings and model.path (or model settings, train.seed and "
+        "model.init_from), with unchanged files"
     )
 
 
@@ -132,81 +221,47 @@ def merge(model: nn.Module) -> None:
             parameter.data = parameter.data.float()
     for name, module in list(model.named_modules()):
         if isinstance(module, peft.utils.ModulesToSaveWrapper):
-            replaced = module.modules_to_save["default"]
+            model.set_submodule(name, module.modules_to_save["default"])
         elif isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
-            replaced = module.get_base_layer()
-            names = model.named_parameters(remove_duplicate=False)
-            if sum(parameter is replaced.weight for _, parameter in names) > 1:  # the other layer stays unchanged
-                replaced.weight = nn.Parameter(replaced.weight.detach().clone(), requires_grad=False)
+            base_layer = module.get_base_layer()
+            _untie(model, base_layer)
             module.merge()
-        else:
-            continue
-        model.set_submodule(name, replaced)
+            model.set_submodule(name, base_layer)
     _bases.pop(model, None)
     vars(model).pop("peft_config", None)
 
 
-def exported(model: nn.Module, written: Collection[str] = ()) -> tuple[dict[str, Tensor], Any]:
-    """The adapters and the modules trained beside them, by the names that `PeftModel.from_pretrained` reads, and their
-    peft configuration. A warning names other tensors that may have changed, such as BatchNorm's statistics.
+def _untie(model: nn.Module, layer: Any) -> None:
+    """Give the layer a weight of its own if another layer shares it, which must stay as it is."""
+    uses = sum(parameter is layer.weight for _, parameter in model.named_parameters(remove_duplicate=False))
+    if uses > 1:
+        layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
 
-    written: names of frozen parameters that forwards have written.
+
+def exported_adapters(model: nn.Module, written: Collection[str] = ()) -> tuple[dict[str, Tensor], Any]:
+    """Return the adapters and the modules trained beside them, by the names that `PeftModel.from_pretrained` reads, and
+    their peft configuration. A warning names other tensors that may have changed, such as BatchNorm's statistics.
+
+    Args:
+        model: the model.
+        written: names of frozen parameters that forwards have written.
     """
     import peft
 
+    state_dict = model.state_dict(keep_vars=True)
     # Otherwise peft would ask the hub about the base's embeddings.
-    options = {"state_dict": model.state_dict(keep_vars=True), "save_embedding_layers": False}
-    trained = peft.get_peft_model_state_dict(model, **options)
-    known = {id(own) for own in trained.values()}
-    known |= {id(p) for name, p in model.named_parameters() if not p.requires_grad and name not in written}
-    if left := [name for name, own in model.state_dict(keep_vars=True).items() if id(own) not in known]:
+    trained = peft.get_peft_model_state_dict(model, state_dict=state_dict, save_embedding_layers=False)
+
+    saved_or_unchanged = {id(tensor) for tensor in trained.values()}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and name not in written:
+            saved_or_unchanged.add(id(parameter))
+    left_out = [name for name, tensor in state_dict.items() if id(tensor) not in saved_or_unchanged]
+    if left_out:
         log.warning(
             "the export has the adapters and the modules in adapter.train; for %s, peft uses the base's values. "
             "If training has changed them, use export.merge=true",
-            listed(left),
+            listed(left_out),
         )
-    return {f"base_model.model.{name}": tensor for name, tensor in trained.items()}, model.peft_config["default"]
-
-
-def linear_layers(model: nn.Module) -> list[str]:
-    """The layers to which `adapter.targets=auto` adds adapters. Raises UserError if there are none."""
-    inside = {id(module) for block in blocks_of(model, "adapter.targets=auto") for module in block.modules()}
-    layers = {name: module for name, module in model.named_modules() if id(module) in inside}
-    # Conv1D is GPT-2's, with a transposed weight.
-    found = [name for name, m in layers.items() if type(m) is nn.Linear or type(m).__name__ == "Conv1D"]
-    if not found:
-        raise UserError(f"adapter.targets=auto: no linear layers in the blocks of {type(model).__name__}; name modules")
-    return found
-
-
-def _new_modules(model: nn.Module) -> list[str]:
-    """Modules that a task adds to a pretrained body, trained in full: opening an export would reinitialise them."""
-    found = heads(model)
-    for name in drawn(model):
-        owner = name.rpartition(".")[0]
-        if owner and not f"{owner}.".startswith(tuple(f"{other}." for other in found)):
-            found.append(owner)
-    return found
-
-
-def _found_in(model: nn.Module, wanted: list[str]) -> list[str]:
-    names = [name for name, _ in model.named_modules() if name]
-    for given in wanted:
-        if not any(f".{name}".endswith(f".{given}") for name in names):  # peft would train nothing for it
-            last = listed(dict.fromkeys(name.rpartition(".")[2] for name in names))
-            raise UserError(
-                f"adapter.train=[{given}]: {type(model).__name__} has no module of this name; it has {last}"
-            )
-    return wanted
-
-
-@torch.no_grad()
-def digest_of(base: Mapping[str, Tensor]) -> str:
-    """A digest of names, dtypes, shapes and bits. Two passes over the memory: a second for 10 GB."""
-    if not all(has_values(tensor) and tensor.layout is torch.strided for tensor in base.values()):
-        return ""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(base.items()):
-        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-        digest.update(checksum(parameter).cpu().numpy().tobytes())
-    return digest.hexdigest()
+    tensors = {f"base_model.model.{name}": tensor for name, tensor in trained.items()}
+    return tensors, model.peft_config["default"]

@@ -2,6 +2,8 @@
 
 Pre-norm blocks with RMSNorm (arXiv:1910.07467), rotary positions (arXiv:2104.09864), SwiGLU
 (arXiv:2002.05202) and grouped-query attention (arXiv:2305.13245).
+
+Shapes: B samples of T tokens, each a vector of `width` features. Attention divides them among `heads` of `head_size`.
 """
 
 import math
@@ -19,28 +21,37 @@ INIT_STD = 0.02  # with unit-normal tied embeddings, denormals make the backward
 
 
 class LayerCache:
-    """One layer's cache, [B, kv_heads, capacity, head_size], of which `length` positions are filled."""
+    """The keys and values of one layer for the tokens so far, for generation.
+
+    Two tensors of shape [B, kv_heads, capacity, head_size], of which `length` positions are filled.
+    """
 
     def __init__(self, capacity: int):
-        self.capacity, self.length = capacity, 0
+        self.capacity = capacity
+        self.length = 0
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
-    def extended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append [B, kv_heads, T, head_size]. Returns all keys and values so far, [B, kv_heads, length, head_size]."""
-        end = self.length + key.shape[2]
         if self._keys is None or self._values is None:
             # Allocated once: growing would need memory for both the old and the new tensor.
-            self._keys = key.new_empty(*key.shape[:2], self.capacity, key.shape[3])
-            self._values = value.new_empty(*value.shape[:2], self.capacity, value.shape[3])
-        self._keys[:, :, self.length : end] = key
-        self._values[:, :, self.length : end] = value
+            self._keys = self._allocate_like(key)
+            self._values = self._allocate_like(value)
+        start = self.length
+        end = start + key.shape[2]
+        self._keys[:, :, start:end] = key
+        self._values[:, :, start:end] = value
         self.length = end
         return self._keys[:, :, :end], self._values[:, :, :end]
 
+    def _allocate_like(self, tensor: Tensor) -> Tensor:
+        batch, kv_heads, _, head_size = tensor.shape
+        return tensor.new_empty(batch, kv_heads, self.capacity, head_size)
+
 
 class Rotary(nn.Module):
-    """Rotates the two halves of each head by angles that grow with the position, in float32.
+    """Rotation of the two halves of each head by angles that grow with the position, in float32.
 
     Scores of rotated queries and keys depend only on the distance between positions. `model.to(bfloat16)` rounds the
     tables, in which many neighbouring positions would then be equal: the next forward recomputes them.
@@ -48,17 +59,20 @@ class Rotary(nn.Module):
 
     def __init__(self, head_size: int, context_length: int, base: float):
         super().__init__()
-        self.head_size, self.base = head_size, base
+        self.head_size = head_size
+        self.base = base
         shape = (context_length, head_size // 2)
         self.register_buffer("cos", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.register_buffer("sin", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.init_tables()
 
     def init_tables(self) -> None:
+        """Fill the tables: cosine and sine of each position's angle for each pair of features."""
         # float64, which not every device supports: float32 angles are off by up to 5e-4 at position 10,000
-        steps = torch.arange(0, self.head_size, 2, dtype=torch.float64, device="cpu")
+        pairs = torch.arange(0, self.head_size, 2, dtype=torch.float64, device="cpu")
         positions = torch.arange(len(self.cos), dtype=torch.float64, device="cpu")
-        angles = torch.outer(positions, self.base ** (-steps / self.head_size))
+        frequencies = self.base ** (-pairs / self.head_size)
+        angles = torch.outer(positions, frequencies)
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 
@@ -66,20 +80,14 @@ class Rotary(nn.Module):
         """Rotate [B, heads, T, head_size] at positions start to start + T - 1. Returns the same shape and dtype."""
         if self.cos.dtype is not torch.float32:
             with torch.inference_mode(False):
-                self.float().init_tables()
+                self.float()
+                self.init_tables()
         end = start + x.shape[-2]
-        cos, sin = self.cos[start:end], self.sin[start:end]
+        cos = self.cos[start:end]
+        sin = self.sin[start:end]
         first, second = at_least_fp32(x).chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
-def _native_gqa(query: Tensor) -> bool:
-    """Whether the fused kernels read shared keys and values without copies.
-
-    On CUDA only flash attention does, and it has no float32: there `enable_gqa` would fall back to a kernel
-    that stores all T x T scores, which is far more than copies of K and V.
-    """
-    return query.device.type == "cpu" or query.dtype in (torch.float16, torch.bfloat16)
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return rotated.to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -90,7 +98,9 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, kv_heads: int, dropout: float, rotary: Rotary):
         super().__init__()
-        self.heads, self.kv_heads, self.head_size = heads, kv_heads, width // heads
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.head_size = width // heads
         self.dropout = dropout
         self.rotary = rotary
         self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * self.head_size, bias=False)
@@ -98,20 +108,28 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         batch, length, width = x.shape
-        projected = self.qkv(x).view(batch, length, -1, self.head_size).transpose(1, 2)
-        query, key, value = projected.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        start = 0 if cache is None else cache.length
-        query, key = self.rotary(query, start), self.rotary(key, start)
+
+        # Queries, keys and values of all heads in one product, [B, heads + 2 * kv_heads, T, head_size].
+        qkv = self.qkv(x).view(batch, length, -1, self.head_size).transpose(1, 2)
+        query, key, value = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+
+        start = 0 if cache is None else cache.length  # position of the first token
+        query = self.rotary(query, start)
+        key = self.rotary(key, start)
         if cache is not None:
-            key, value = cache.extended(key, value)
+            key, value = cache.append(key, value)
+
         mask = None
-        if start and length > 1:  # position start + i sees positions up to its own; `is_causal` aligns upper left
+        if start > 0 and length > 1:  # position start + i sees positions up to its own; `is_causal` aligns upper left
             mask = torch.ones(length, start + length, dtype=torch.bool, device=x.device).tril(start)
-        grouped = self.kv_heads != self.heads
-        if grouped and not _native_gqa(query):
-            group = self.heads // self.kv_heads
-            key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
-            grouped = False
+
+        is_grouped = self.kv_heads != self.heads
+        if is_grouped and not _native_gqa(query):
+            group_size = self.heads // self.kv_heads
+            key = key.repeat_interleave(group_size, dim=1)
+            value = value.repeat_interleave(group_size, dim=1)
+            is_grouped = False
+
         mixed = F.scaled_dot_product_attention(
             query,
             key,
@@ -119,9 +137,19 @@ class Attention(nn.Module):
             attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=start == 0,
-            enable_gqa=grouped,
+            enable_gqa=is_grouped,
         )
-        return self.output(mixed.transpose(1, 2).reshape(batch, length, width))
+        heads_side_by_side = mixed.transpose(1, 2).reshape(batch, length, width)
+        return self.output(heads_side_by_side)
+
+
+def _native_gqa(query: Tensor) -> bool:
+    """Return whether the fused kernels read shared keys and values without copies.
+
+    On CUDA only flash attention does, and it has no float32: there `enable_gqa` would fall back to a kernel
+    that stores all T x T scores, which is far more than copies of K and V.
+    """
+    return query.device.type == "cpu" or query.dtype in (torch.float16, torch.bfloat16)
 
 
 class SwiGLU(nn.Module):
@@ -154,14 +182,16 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Maps token ids, int64 [B, T], to next-token logits, [B, T, vocab_size].
+    """A transformer from token ids, int64 [B, T], to the logits of each next token, [B, T, vocab_size].
 
-    context_length: the maximum sequence length; T may be less.
-    kv_heads: keys and values that the heads share in groups; None gives every head its own.
-    mlp_ratio: hidden features of SwiGLU over width, rounded to a multiple of 32. The default, 8/3, has the
-    parameters of a plain feed-forward layer of ratio 4.
-    dropout: dropout of attention weights, of each branch before it is added, and of the embeddings.
-    tie_embeddings: whether the output layer shares the embedding's weights.
+    Args:
+        context_length: the maximum sequence length; T may be less.
+        kv_heads: keys and values that the heads share in groups; None gives every head its own.
+        mlp_ratio: hidden features of SwiGLU over width, rounded to a multiple of 32. The default, 8/3, has the
+            parameters of a plain feed-forward layer of ratio 4.
+        dropout: dropout of attention weights, of each branch before it is added, and of the embeddings.
+        tie_embeddings: whether the output layer shares the embedding's weights.
+
     Raises ValueError for sizes that do not divide evenly, and for more tokens than context_length.
     """
 
@@ -179,17 +209,11 @@ class GPT(nn.Module):
         rotary_base: PositiveFloat = 10000.0,
     ):
         super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
-        if width % heads:
-            raise ValueError(f"model.width={width} must be divisible by model.heads={heads}")
-        if heads % kv_heads:
-            raise ValueError(f"model.heads={heads} must be divisible by model.kv_heads={kv_heads}")
-        if width // heads % 2:
-            raise ValueError(
-                f"model.width={width} over model.heads={heads} gives heads of size {width // heads}; rotary "
-                "positions rotate pairs and need an even size"
-            )
-        self.context_length, self.tie_embeddings = context_length, tie_embeddings
+        if kv_heads is None:
+            kv_heads = heads
+        _require_whole_heads(width, heads, kv_heads)
+        self.context_length = context_length
+        self.tie_embeddings = tie_embeddings
         hidden = 32 * max(1, round(mlp_ratio * width / 32))
 
         self.embedding = nn.Embedding(vocab_size, width)
@@ -197,17 +221,18 @@ class GPT(nn.Module):
         # shared, so that the tables exist once; a submodule rather than an argument of the blocks, because FSDP's mixed
         # precision casts the inputs of a block
         self.rotary = Rotary(width // heads, context_length, rotary_base)
-        self.layers = nn.ModuleList(
-            Block(Attention(width, heads, kv_heads, dropout, self.rotary), SwiGLU(width, hidden), width, dropout)
-            for _ in range(depth)
-        )
+        self.layers = nn.ModuleList()
+        for _ in range(depth):
+            attention = Attention(width, heads, kv_heads, dropout, self.rotary)
+            mlp = SwiGLU(width, hidden)
+            self.layers.append(Block(attention, mlp, width, dropout))
         self.norm = nn.RMSNorm(width, eps=1e-6)
         self.head = nn.Linear(width, vocab_size, bias=False)
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Ties the embeddings, reinitialises every parameter and fills the rotary tables.
+        """Tie the embeddings, reinitialise every parameter and fill the rotary tables.
 
         Standard deviation 0.02, and 0.02 / sqrt(2 * depth) for the layers that write to the residual stream
         (GPT-2), so that its variance does not grow with depth.
@@ -219,25 +244,30 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=INIT_STD)
             elif isinstance(module, nn.RMSNorm):
                 module.reset_parameters()
+        residual_std = INIT_STD / math.sqrt(2 * len(self.layers))
         for layer in self.layers:
-            for projection in (layer.attention.output, layer.mlp.down):
-                nn.init.normal_(projection.weight, std=INIT_STD / math.sqrt(2 * len(self.layers)))
+            nn.init.normal_(layer.attention.output.weight, std=residual_std)
+            nn.init.normal_(layer.mlp.down.weight, std=residual_std)
         self.rotary.init_tables()
 
     def blocks(self) -> list[nn.Module]:
-        """The transformer blocks, first to last."""
+        """Return the transformer blocks, first to last."""
         return list(self.layers)
 
     def new_cache(self, length: int) -> list[LayerCache]:
-        """An empty cache of keys and values for up to `length` tokens."""
+        """Return an empty cache of keys and values for up to `length` tokens."""
         return [LayerCache(length) for _ in self.layers]
 
     def features(self, inputs: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
-        """The features [B, T, width] that `head` turns into logits: for a loss that computes them in chunks.
+        """Return the features [B, T, width] that `head` turns into logits: for a loss that computes them in chunks.
 
-        cache: see `forward`.
+        Args:
+            inputs: see `forward`.
+            cache: see `forward`.
         """
-        length = inputs.shape[1] + (0 if cache is None else cache[0].length)
+        length = inputs.shape[1]
+        if cache is not None:
+            length += cache[0].length
         if length > self.context_length:
             raise UserError(
                 f"model.context_length={self.context_length}: the batch has sequences of {length} tokens; raise it, or "
@@ -245,9 +275,31 @@ class GPT(nn.Module):
             )
         x = self.dropout(self.embedding(inputs))
         for number, layer in enumerate(self.layers):
-            x = layer(x) if cache is None else layer(x, cache[number])
+            if cache is None:
+                x = layer(x)
+            else:
+                x = layer(x, cache[number])
         return self.norm(x)
 
     def forward(self, inputs: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
-        """cache: from `new_cache`, with the preceding tokens; these are appended."""
+        """Return the logits [B, T, vocab_size].
+
+        Args:
+            inputs: token ids, int64 [B, T].
+            cache: from `new_cache`, with the preceding tokens; these are appended.
+        """
         return self.head(self.features(inputs, cache))
+
+
+def _require_whole_heads(width: int, heads: int, kv_heads: int) -> None:
+    """Raise ValueError unless heads divide the width into even sizes, and the shared ones divide the heads."""
+    if width % heads:
+        raise ValueError(f"model.width={width} must be divisible by model.heads={heads}")
+    if heads % kv_heads:
+        raise ValueError(f"model.heads={heads} must be divisible by model.kv_heads={kv_heads}")
+    head_size = width // heads
+    if head_size % 2:
+        raise ValueError(
+            f"model.width={width} over model.heads={heads} gives heads of size {head_size}; rotary "
+            "positions rotate pairs and need an even size"
+        )

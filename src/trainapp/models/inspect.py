@@ -18,16 +18,18 @@ from trainapp.errors import UserError
 from trainapp.torch_private import BatchNorm
 from trainapp.units import listed
 
-# By model: configurations whose `use_cache` is off, and its own value.
+# By model: the configurations whose `use_cache` is switched off, each with its value before.
 _caches: "weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]]" = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
 def evaluation_mode(roots: Collection[nn.Module]) -> Iterator[None]:
-    """Evaluation mode inside the block, by the roots' own `train`, which may keep parts of them in training mode;
-    afterwards each module's mode is restored, since parts may be in evaluation mode permanently.
+    """Put modules into evaluation mode inside the block, by the roots' own `train`, which may keep parts of them in
+    training mode; afterwards restore each module's mode, since parts may be in evaluation mode permanently.
     """
-    modes = [(module, module.training) for root in roots for module in root.modules()]
+    modes: list[tuple[nn.Module, bool]] = []
+    for root in roots:
+        modes.extend((module, module.training) for module in root.modules())
     try:
         for root in roots:
             root.eval()
@@ -38,7 +40,7 @@ def evaluation_mode(roots: Collection[nn.Module]) -> Iterator[None]:
 
 
 def batchnorms(model: nn.Module) -> list[str]:
-    """The names of modules that normalise over the samples of a micro-batch."""
+    """Return the names of the modules that normalise over the samples of a micro-batch."""
     return [name for name, module in model.named_modules() if isinstance(module, BatchNorm)]
 
 
@@ -58,7 +60,8 @@ def per_sample_buffers(modules: Mapping[str, nn.Module]) -> set[str]:
     """Return the full names of the buffers and attributes that modules declare, by an attribute `per_sample_buffers`
     with their names, to hold a row per sample: a recurrent state [B, hidden], say.
 
-    modules: the outermost ones, by the first part of their buffers' names.
+    Args:
+        modules: the outermost ones, by the first part of their buffers' names.
     """
     return {name for name, _, _ in _per_sample_attributes(modules)}
 
@@ -100,63 +103,67 @@ def rows_written(before: Tensor, after: Tensor, rows: Collection[int]) -> int:
 
 
 def instead_of_batchnorm(model_settings: Model) -> str:
-    """The remedy for a model with BatchNorm: its setting if it has one, otherwise a change of the model."""
-    has_setting = "norm" in model_settings.arguments and model_settings.target.startswith("trainapp.models.")
-    return "GroupNorm (model.norm=group)" if has_setting else "GroupNorm in its place in the model"
+    """Return the remedy for a model with BatchNorm: its setting if it has one, otherwise a change of the model."""
+    is_built_in = model_settings.target.startswith("trainapp.models.")
+    if is_built_in and "norm" in model_settings.arguments:
+        return "GroupNorm (model.norm=group)"
+    return "GroupNorm in its place in the model"
 
 
 def smallest_micro_batch(model: nn.Module) -> int:
-    """The model's own, otherwise 2 with BatchNorm1d, which cannot train on a single sample of shape [1, C]."""
-    with_norm = any(isinstance(module, nn.BatchNorm1d) for module in model.modules())
-    return getattr(model, "smallest_micro_batch", 2 if with_norm else 1)
+    """Return the fewest samples the model can train on: its attribute of this name, otherwise 2 with BatchNorm1d, which
+    refuses a single sample of shape [1, C].
+    """
+    has_batchnorm1d = any(isinstance(module, nn.BatchNorm1d) for module in model.modules())
+    return getattr(model, "smallest_micro_batch", 2 if has_batchnorm1d else 1)
 
 
 def lazy_modules(model: nn.Module) -> list[str]:
-    """The names of modules whose parameters get their shapes from the first forward, such as LazyLinear."""
-    lazy: list[tuple[str, Any]] = [(name, m) for name, m in model.named_modules() if isinstance(m, LazyModuleMixin)]
-    return [name for name, module in lazy if module.has_uninitialized_params()]
+    """Return the names of modules whose parameters get their shapes from the first forward, such as LazyLinear."""
+    lazy: dict[str, Any] = {name: part for name, part in model.named_modules() if isinstance(part, LazyModuleMixin)}
+    return [name for name, module in lazy.items() if module.has_uninitialized_params()]
 
 
 def blocks_of(model: nn.Module, setting: str) -> list[nn.Module]:
-    """The repeated blocks: from the model's method `blocks()`, or of a Transformers model. Raises UserError for any
-    other model; a submodule named `blocks` is not that method.
+    """Return the repeated blocks: from the model's method `blocks()`, or of a Transformers model.
+
+    Raises UserError for any other model; a submodule named `blocks` is not that method.
+
+    Args:
+        model: the model.
+        setting: the setting that needs them, for the message.
     """
     method = getattr(model, "blocks", None)
-    if not callable(method) or isinstance(method, nn.Module):
-        if blocks := _blocks_of_transformers(model):
+    if callable(method) and not isinstance(method, nn.Module):
+        return list(method())
+    if is_of_transformers(model):
+        blocks = _blocks_of_transformers(model)
+        if blocks:
             return blocks
-        raise UserError(
-            f"{setting}: {type(model).__name__} does not declare its blocks; give it a method "
-            "`blocks(self) -> list[nn.Module]`"
-        )
-    return list(method())
+    raise UserError(
+        f"{setting}: {type(model).__name__} does not declare its blocks; give it a method "
+        "`blocks(self) -> list[nn.Module]`"
+    )
 
 
 def last_layer(model: nn.Module) -> tuple[Callable[..., Any], nn.Module] | None:
-    """The model's `features` and `head`, or those of a Transformers model; None for any other. Its forward should be
-    `head(features(inputs))`, which the caller must check.
+    """Return the model's `features` and `head`, or those of a Transformers model; None for any other. Its forward
+    should be `head(features(inputs))`, which the caller must check.
     """
-    given: Any = model
-    features, head = getattr(given, "features", None), getattr(given, "head", None)
+    features = getattr(model, "features", None)
+    head = getattr(model, "head", None)
     if callable(features) and isinstance(head, nn.Module):
         return features, head
-    if not is_of_transformers(model):
-        return None
-    head, base = given.get_output_embeddings(), given.base_model
-    if head is None or base is model:
-        return None
-
-    def hidden(inputs: Tensor, **others: Tensor) -> Any:
-        return base(inputs, **others).last_hidden_state
-
-    return hidden, head
+    if is_of_transformers(model):
+        return _last_layer_of_transformers(model)
+    return None
 
 
 # --- models of Transformers
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether the model is an instance of a Transformers class, or of one derived from it."""
+    """Return whether the model is an instance of a Transformers class, or of one derived from it."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
@@ -169,51 +176,97 @@ def without_cache(model: nn.Module) -> None:
     """
     if not is_of_transformers(model):
         return
-    config: Any = model.config
-    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
-    _caches[model] = [(part, part.use_cache) for part in parts if getattr(part, "use_cache", None) is not None]
-    for part, _ in _caches[model]:
-        part.use_cache = False
+    model_config: Any = model.config
+    configs = [model_config]
+    for name in getattr(model_config, "sub_configs", ()):
+        configs.append(getattr(model_config, name, None))
+    values_before = []
+    for config in configs:
+        use_cache = getattr(config, "use_cache", None)
+        if use_cache is not None:
+            values_before.append((config, use_cache))
+    _caches[model] = values_before
+    for config, _ in values_before:  # only now: two names may be of one configuration
+        config.use_cache = False
 
 
 def restore_cache(model: nn.Module) -> None:
     """Undo `without_cache`, for a model that is published."""
-    for part, value in _caches.pop(model, []):
-        part.use_cache = value
+    for config, use_cache in _caches.pop(model, []):
+        config.use_cache = use_cache
 
 
 def _blocks_of_transformers(model: nn.Module) -> list[nn.Module]:
-    """The outermost repeated layers; none for other models."""
-    if not is_of_transformers(model):
-        return []
-    layers = sys.modules.get("transformers.modeling_layers")
-    kind = () if layers is None else layers.GradientCheckpointingLayer
-    found = [module for module in model.modules() if isinstance(module, kind)]
-    if found:
-        inside = {part for layer in found for part in layer.modules() if part is not layer}
-        return [layer for layer in found if layer not in inside]
-    lists = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
-    alike = [members for members in lists if len({type(member) for member in members}) == 1]
-    return max(alike, key=lambda members: sum(p.numel() for m in members for p in m.parameters()), default=[])
+    """Return the outermost layers that Transformers would checkpoint, or else its list of equal modules."""
+    modeling_layers = sys.modules.get("transformers.modeling_layers")
+    if modeling_layers is not None:
+        layer_class = modeling_layers.GradientCheckpointingLayer
+        layers = [module for module in model.modules() if isinstance(module, layer_class)]
+        if layers:
+            return _outermost(layers)
+    return _largest_list_of_one_class(model)
 
 
-def heads(model: nn.Module) -> list[str]:
-    """The names of modules beside the model's body that a pretrained body lacks, such as a classifier. Empty if the
-    last layer is the language model's own.
+def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+    inner: set[nn.Module] = set()
+    for module in modules:
+        inner.update(part for part in module.modules() if part is not module)
+    return [module for module in modules if module not in inner]
+
+
+def _largest_list_of_one_class(model: nn.Module) -> list[nn.Module]:
+    """Return the ModuleList of several modules of one class that has the most parameters; empty if there is none."""
+    largest: list[nn.Module] = []
+    most_parameters = -1
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList) or len(module) < 2:
+            continue
+        classes = {type(member) for member in module}
+        if len(classes) > 1:
+            continue
+        parameters = sum(_parameter_count(member) for member in module)
+        if parameters > most_parameters:
+            largest = list(module)
+            most_parameters = parameters
+    return largest
+
+
+def _parameter_count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _last_layer_of_transformers(model: Any) -> tuple[Callable[..., Any], nn.Module] | None:
+    body = model.base_model
+    head = model.get_output_embeddings()
+    if head is None or body is model:
+        return None
+
+    def features(inputs: Tensor, **model_arguments: Tensor) -> Any:
+        return body(inputs, **model_arguments).last_hidden_state
+
+    return features, head
+
+
+def task_heads(model: Any) -> list[str]:
+    """Return the names of modules that a Transformers model has beside its body, such as a classifier.
+
+    A pretrained body lacks them. Empty if the last layer is the language model's own, and for other models.
     """
     if not is_of_transformers(model):
         return []
-    given: Any = model
-    base = given.base_model
-    if base is model or given.get_output_embeddings() is not None:
+    body = model.base_model
+    if body is model or model.get_output_embeddings() is not None:
         return []
-    return [
-        name for name, child in model.named_children() if child is not base and any(True for _ in child.parameters())
-    ]
+    names = []
+    for name, child in model.named_children():
+        has_parameters = next(child.parameters(), None) is not None
+        if child is not body and has_parameters:
+            names.append(name)
+    return names
 
 
 def positions_of(config: Any) -> int | None:
-    """The longest sequence that a model reads; None without a limit (XLNet: -1)."""
+    """Return the longest sequence that a Transformers model reads; None without a limit (XLNet: -1)."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 0 else None
 
@@ -223,18 +276,18 @@ def positions_of(config: Any) -> int | None:
 
 @contextlib.contextmanager
 def checked_gradients(model: nn.Module, loss: Tensor) -> Iterator[None]:
-    """Use around the backward that completes a step's gradients, in the first step of a process: walking the graph
-    takes some milliseconds.
+    """Raise UserError after the block for parameters that receive a gradient but are not the model's, since nothing
+    would ever train them.
 
-    Raises UserError for parameters that receive a gradient but are not the model's, since nothing would ever train
-    them.
+    Use around the backward that completes a step's gradients, in the first step of a process: walking the graph takes
+    some milliseconds.
     """
-    leaves = list(parameters_behind(loss))
+    reached = list(parameters_behind(loss))
     yield
     # After the backward, when FSDP2's gathered parameters can be distinguished: their gradients have moved into the
     # shards.
-    own = {id(p) for p in model.parameters()}
-    foreign = [p for p in leaves if id(p) not in own and p.grad is not None]
+    ids = {id(p) for p in model.parameters()}
+    foreign = [p for p in reached if id(p) not in ids and p.grad is not None]
     if foreign:
         shapes = listed(str(list(p.shape)) for p in foreign)
         raise UserError(
@@ -245,14 +298,15 @@ def checked_gradients(model: nn.Module, loss: Tensor) -> Iterator[None]:
 
 
 def parameters_behind(loss: Tensor) -> Iterator[nn.Parameter]:
-    """The parameters that a backward from `loss` reaches."""
-    nodes, seen = [loss.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
+    """Yield the parameters that a backward from `loss` reaches."""
+    nodes_to_visit = [loss.grad_fn]
+    visited = set()
+    while nodes_to_visit:
+        node = nodes_to_visit.pop()
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         variable = getattr(node, "variable", None)  # only nodes that accumulate into leaves have one
         if isinstance(variable, nn.Parameter):
             yield variable
-        nodes += [following for following, _ in node.next_functions]
+        nodes_to_visit.extend(next_node for next_node, _ in node.next_functions)

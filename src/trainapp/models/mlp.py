@@ -8,11 +8,12 @@ from trainapp.validation import Fraction, PositiveInt
 
 
 class MLP(nn.Module):
-    """Flattens [B, C, H, W] images and returns [B, num_classes] logits.
+    """Linear layers from [B, C, H, W] images, flattened, to [B, num_classes] logits.
 
-    depth: the number of linear layers; 1 is multinomial logistic regression.
-    width: the features of every hidden layer.
-    dropout: probability of dropping a hidden feature.
+    Args:
+        width: the features of every hidden layer.
+        depth: the number of linear layers; 1 is multinomial logistic regression.
+        dropout: probability of dropping a hidden feature.
     """
 
     def __init__(
@@ -32,11 +33,11 @@ class MLP(nn.Module):
         self.head = nn.Linear(features, num_classes)
 
     def blocks(self) -> list[nn.Module]:
-        """The hidden layers."""
+        """Return the hidden layers."""
         return list(self.layers)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        features = inputs.flatten(1)
+        x = inputs.flatten(1)
         for layer in self.layers:
-            features = layer(features)
-        return self.head(features)
+            x = layer(x)
+        return self.head(x)

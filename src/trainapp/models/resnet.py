@@ -7,9 +7,8 @@ at zero (Goyal et al., arXiv:1706.02677), so that every block starts as the iden
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NoReturn
 
-import torch
 from torch import Tensor, nn
 
 from trainapp.errors import UserError
@@ -17,24 +16,32 @@ from trainapp.validation import PositiveInt
 
 # from 64 pixels on, the 7x7 stem's 4-fold reduction leaves the first stage 16 x 16 or more
 SMALL_STEM_BELOW = 64
+MOST_GROUPS = 32  # of group norm (Wu and He, arXiv:1803.08494)
+
+Norm = Callable[[int], nn.Module]  # makes a norm for a number of channels
 
 
 def _conv(channels_in: int, channels_out: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    """Return a convolution without bias that keeps the size of the image, but for the stride."""
     return nn.Conv2d(channels_in, channels_out, kernel, stride, padding=kernel // 2, bias=False)
 
 
 def _group_norm(channels: int) -> nn.GroupNorm:
-    """As many groups as the greatest common divisor of 32 (Wu and He, arXiv:1803.08494) and the channels."""
-    return nn.GroupNorm(math.gcd(32, channels), channels)
+    """Return a norm with as many groups as divide both 32 and the channels."""
+    return nn.GroupNorm(math.gcd(MOST_GROUPS, channels), channels)
 
 
-Norm = Callable[[int], nn.Module]
+def _downsample(channels_in: int, channels_out: int, stride: int, norm: Norm) -> nn.Module | None:
+    """Return what gives a block's input the shape of its output; None if it has that shape."""
+    if stride == 1 and channels_in == channels_out:
+        return None
+    return nn.Sequential(_conv(channels_in, channels_out, 1, stride), norm(channels_out))
 
 
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions with a shortcut around them."""
 
-    expansion = 1
+    expansion = 1  # channels of the output over `channels`
 
     def __init__(self, channels_in: int, channels: int, stride: int, norm: Norm):
         super().__init__()
@@ -77,12 +84,7 @@ class Bottleneck(nn.Module):
         return self.relu(branch + shortcut)
 
 
-def _downsample(channels_in: int, channels_out: int, stride: int, norm: Norm) -> nn.Module | None:
-    if stride == 1 and channels_in == channels_out:
-        return None
-    return nn.Sequential(_conv(channels_in, channels_out, 1, stride), norm(channels_out))
-
-
+# By depth: the kind of block, and the number of blocks in each stage.
 LAYOUTS = {
     18: (BasicBlock, (2, 2, 2, 2)),
     34: (BasicBlock, (3, 4, 6, 3)),
@@ -93,12 +95,13 @@ LAYOUTS = {
 
 
 class ResNet(nn.Module):
-    """Maps [B, C, H, W] images to [B, num_classes] logits.
+    """A residual network from [B, C, H, W] images to [B, num_classes] logits.
 
-    norm: "group" makes the result independent of the micro-batch; "batch" normalises over it.
-    width: channels of the first stage; each of the three later stages doubles them.
-    stem: "large" is a 7x7 convolution of stride 2 and a max-pool; "small" is a 3x3 convolution that keeps the
-    size; "auto" takes the small one when the shorter side is under 64 pixels.
+    Args:
+        norm: "group" makes the result independent of the micro-batch; "batch" normalises over it.
+        width: channels of the first stage; each of the three later stages doubles them.
+        stem: "large" is a 7x7 convolution of stride 2 and a max-pool; "small" is a 3x3 convolution that keeps the
+            size; "auto" takes the small one when the shorter side is under 64 pixels.
     """
 
     def __init__(
@@ -112,56 +115,76 @@ class ResNet(nn.Module):
     ):
         super().__init__()
         self.image_shape = tuple(image_shape)
-        channels_in, *size = self.image_shape
+        image_channels, *size = self.image_shape
         if stem == "auto":
             stem = "small" if min(size) < SMALL_STEM_BELOW else "large"
-        make_norm = nn.BatchNorm2d if norm == "batch" else _group_norm
         block, counts = LAYOUTS[depth]
+        make_norm = nn.BatchNorm2d if norm == "batch" else _group_norm
 
-        self.conv1 = _conv(channels_in, width, 3) if stem == "small" else _conv(channels_in, width, 7, 2)
+        if stem == "small":
+            self.conv1 = _conv(image_channels, width, 3)
+        else:
+            self.conv1 = _conv(image_channels, width, 7, stride=2)
         self.bn1 = make_norm(width)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.Identity() if stem == "small" else nn.MaxPool2d(3, stride=2, padding=1)
+
+        # Each stage after the first halves the size and doubles the channels.
+        expansion = block.expansion
         self.layer1 = _stage(block, counts[0], width, width, 1, make_norm)
-        self.layer2 = _stage(block, counts[1], width * block.expansion, width * 2, 2, make_norm)
-        self.layer3 = _stage(block, counts[2], width * 2 * block.expansion, width * 4, 2, make_norm)
-        self.layer4 = _stage(block, counts[3], width * 4 * block.expansion, width * 8, 2, make_norm)
+        self.layer2 = _stage(block, counts[1], expansion * width, 2 * width, 2, make_norm)
+        self.layer3 = _stage(block, counts[2], expansion * 2 * width, 4 * width, 2, make_norm)
+        self.layer4 = _stage(block, counts[3], expansion * 4 * width, 8 * width, 2, make_norm)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(width * 8 * block.expansion, num_classes)
+        self.fc = nn.Linear(expansion * 8 * width, num_classes)
 
         # Normalising a single value is undefined, and in a last stage of 1 x 1 one sample has only one per channel.
-        has_one_value = max(size) <= (8 if stem == "small" else 32) and (norm == "batch" or 32 % (8 * width) == 0)
-        self.smallest_micro_batch = 2 if has_one_value else 1
+        reduction = 8 if stem == "small" else 32  # of the size, by all strides
+        is_one_pixel = max(size) <= reduction
+        is_by_channel = norm == "batch" or MOST_GROUPS % (8 * width) == 0
+        self.smallest_micro_batch = 2 if is_one_pixel and is_by_channel else 1
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Reinitialises every parameter: fan-out Kaiming convolutions, and blocks that start as the identity."""
+        """Reinitialise every parameter: fan-out Kaiming convolutions, and blocks that start as the identity."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             elif isinstance(module, nn.BatchNorm2d | nn.GroupNorm | nn.Linear):
                 module.reset_parameters()
         for block in self.blocks():
-            nn.init.zeros_((block.bn3 if isinstance(block, Bottleneck) else block.bn2).weight)
+            last_norm = block.bn3 if isinstance(block, Bottleneck) else block.bn2
+            nn.init.zeros_(last_norm.weight)
 
     def blocks(self) -> list[nn.Module]:
-        """The residual blocks, first to last."""
-        return [block for stage in (self.layer1, self.layer2, self.layer3, self.layer4) for block in stage]
+        """Return the residual blocks, first to last."""
+        return [*self.layer1, *self.layer2, *self.layer3, *self.layer4]
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training and len(inputs) < self.smallest_micro_batch:
-            raise UserError(
-                f"model.norm={'group' if isinstance(self.bn1, nn.GroupNorm) else 'batch'} with images of "
-                f"{self.image_shape[1]} x {self.image_shape[2]} pixels: in a micro-batch of 1 its last stage has one "
-                "value per statistic; use batch.micro_size=2 or more, data.drop_last=true where an epoch ends on one "
-                "sample, or model.norm=group with a model.width of 8 or more"
-            )
-        x = self.maxpool(self.relu(self.bn1(self.conv1(inputs))))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        return self.fc(torch.flatten(self.avgpool(x), 1))
+            self._refuse_single_sample()
+        x = self.relu(self.bn1(self.conv1(inputs)))
+        x = self.maxpool(x)
+        x = self.layer1(x)
+        x = self.layer2(x)
+        x = self.layer3(x)
+        x = self.layer4(x)
+        x = self.avgpool(x).flatten(1)
+        return self.fc(x)
+
+    def _refuse_single_sample(self) -> NoReturn:
+        norm = "group" if isinstance(self.bn1, nn.GroupNorm) else "batch"
+        _, height, width = self.image_shape
+        raise UserError(
+            f"model.norm={norm} with images of {height} x {width} pixels: in a micro-batch of 1 its last stage has one "
+            "value per statistic; use batch.micro_size=2 or more, data.drop_last=true where an epoch ends on one "
+            "sample, or model.norm=group with a model.width of 8 or more"
+        )
 
 
 def _stage(block: type, count: int, channels_in: int, channels: int, stride: int, norm: Norm) -> nn.Sequential:
-    first = block(channels_in, channels, stride, norm)
-    rest = [block(channels * block.expansion, channels, 1, norm) for _ in range(count - 1)]
-    return nn.Sequential(first, *rest)
+    """Return a sequence of blocks, of which the first has the stride and changes the number of channels."""
+    blocks = [block(channels_in, channels, stride, norm)]
+    for _ in range(count - 1):
+        blocks.append(block(channels * block.expansion, channels, 1, norm))
+    return nn.Sequential(*blocks)

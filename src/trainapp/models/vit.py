@@ -20,9 +20,12 @@ FEWEST_PATCHES = 49  # fewest patches with an automatic size (7 x 7), if the ima
 
 
 def auto_patch(height: int, width: int) -> int:
-    """The largest patch size up to 16 that divides both sides and gives at least 49 patches; 1 for small images."""
-    sizes = [size for size in range(1, LARGEST_PATCH + 1) if height % size == width % size == 0]
-    return max((size for size in sizes if height * width >= FEWEST_PATCHES * size**2), default=1)
+    """Return the largest patch size up to 16 that divides both sides and gives 49 patches or more; else 1."""
+    for size in range(LARGEST_PATCH, 1, -1):
+        divides = height % size == 0 and width % size == 0
+        if divides and (height // size) * (width // size) >= FEWEST_PATCHES:
+            return size
+    return 1
 
 
 class Attention(nn.Module):
@@ -30,28 +33,33 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.heads = heads
+        self.dropout = dropout
         self.qkv = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        query, key, value = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).unbind(2)
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = qkv.unbind(2)
         mixed = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
             dropout_p=self.dropout if self.training else 0.0,
         )
-        return self.output(mixed.transpose(1, 2).reshape(batch, length, width))
+        heads_side_by_side = mixed.transpose(1, 2).reshape(batch, length, width)
+        return self.output(heads_side_by_side)
 
 
 class ViT(nn.Module):
-    """Maps [B, C, H, W] images to [B, num_classes] logits.
+    """A transformer from [B, C, H, W] images to [B, num_classes] logits.
 
-    patch_size: side of a patch in pixels; it must divide height and width. None: see `auto_patch`.
-    mlp_ratio: hidden features of a feed-forward layer over width.
-    dropout: dropout of attention weights, of each branch before it is added, and of the embedded patches.
+    Args:
+        patch_size: side of a patch in pixels; it must divide height and width. None: see `auto_patch`.
+        mlp_ratio: hidden features of a feed-forward layer over width.
+        dropout: dropout of attention weights, of each branch before it is added, and of the embedded patches.
+
     Raises ValueError for sizes that do not divide evenly.
     """
 
@@ -68,22 +76,27 @@ class ViT(nn.Module):
     ):
         super().__init__()
         channels, rows, columns = image_shape
-        size = auto_patch(rows, columns) if patch_size is None else patch_size
-        if rows % size or columns % size:
+        if patch_size is None:
+            patch_size = auto_patch(rows, columns)
+        if rows % patch_size or columns % patch_size:
             raise ValueError(
-                f"model.patch_size={size}: must divide the image's {rows} x {columns} pixels; choose a divisor, or null"
+                f"model.patch_size={patch_size}: must divide the image's {rows} x {columns} pixels; choose a divisor, "
+                "or null"
             )
         if width % heads:
             raise ValueError(f"model.width={width} must be divisible by model.heads={heads}")
-        self.embedding = nn.Conv2d(channels, width, size, stride=size)
-        # three-dimensional, so that Muon does not treat it as a hidden matrix
-        self.positions = nn.Parameter(torch.empty(1, rows // size * (columns // size), width))
-        self.dropout = nn.Dropout(dropout)
+        patches = (rows // patch_size) * (columns // patch_size)
         hidden = max(1, round(mlp_ratio * width))
+
+        self.embedding = nn.Conv2d(channels, width, patch_size, stride=patch_size)
+        # three-dimensional, so that Muon does not treat it as a hidden matrix
+        self.positions = nn.Parameter(torch.empty(1, patches, width))
+        self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList()
         for _ in range(depth):
             attention = Attention(width, heads, dropout)
-            up, down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+            up = nn.Linear(width, hidden)
+            down = nn.Linear(hidden, width)
             mlp = nn.Sequential(OrderedDict(up=up, gelu=nn.GELU(), down=down))
             self.layers.append(Block(attention, mlp, width, dropout, norm=nn.LayerNorm))
         self.norm = nn.LayerNorm(width, eps=1e-6)
@@ -92,7 +105,7 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Reinitialises every parameter: standard deviation 0.02 and biases of 0; the patch embedding by its fan-in
+        """Reinitialise every parameter: standard deviation 0.02 and biases of 0; the patch embedding by its fan-in
         (LeCun), like any first layer.
         """
         for module in self.modules():
@@ -101,17 +114,20 @@ class ViT(nn.Module):
                 nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
-        nn.init.normal_(self.embedding.weight, std=self.embedding.weight[0].numel() ** -0.5)
+        fan_in = self.embedding.weight[0].numel()
+        nn.init.normal_(self.embedding.weight, std=fan_in**-0.5)
         nn.init.zeros_(self.embedding.bias)
         nn.init.normal_(self.positions, std=INIT_STD)
 
     def blocks(self) -> list[nn.Module]:
-        """The transformer blocks, first to last."""
+        """Return the transformer blocks, first to last."""
         return list(self.layers)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        x = self.embedding(inputs).flatten(2).transpose(1, 2)
+        x = self.embedding(inputs)  # [B, width, H / patch_size, W / patch_size]
+        x = x.flatten(2).transpose(1, 2)  # [B, N, width]
         x = self.dropout(x + self.positions)
         for layer in self.layers:
             x = layer(x)
-        return self.head(self.norm(x).mean(1))
+        x = self.norm(x).mean(1)
+        return self.head(x)

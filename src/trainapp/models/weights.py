@@ -3,7 +3,7 @@
 import json
 import logging
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,86 +24,136 @@ WRAPPER_PREFIXES = ("module.", COMPILED_PREFIX)  # added to every name by DDP an
 
 
 def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> list[str]:
-    """Copies the tensors of a file into the model's parameters and buffers of the same names: `model.init_from`.
+    """Copy the tensors of a file into the model's parameters and buffers of the same names: `model.init_from`.
 
-    path: `*.safetensors`, a folder or an index of several such files in the Hub's layout, or a file written by
-    `torch.save(state_dict)`. The state dict may be wrapped as `{"model": ...}` or `{"state_dict": ...}`, and its names
-    prefixed by DDP or torch.compile. No code in the file is executed.
-    strict: whether every name and shape must match. False keeps parameters that the file lacks, or has in another
-    shape, and ignores tensors that the model lacks. For weights that only the model ties, the file's first name counts.
     Returns the model's names that were not loaded, with a warning: empty if strict.
     Raises UserError, before anything is copied, with one message that begins with `model.init_from=<path>: `.
+
+    Args:
+        model: the model.
+        path: `*.safetensors`, a folder or an index of several such files in the Hub's layout, or a file written by
+            `torch.save(state_dict)`. The state dict may be wrapped as `{"model": ...}` or `{"state_dict": ...}`, and
+            its names prefixed by DDP or torch.compile. No code in the file is executed.
+        strict: whether every name and shape must match. False keeps parameters that the file lacks, or has in another
+            shape, and ignores tensors that the model lacks. For weights that only the model ties, the file's first name
+            counts.
     """
     setting = f"model.init_from={path}"
-    return load_tensors(model, _read(Path(path).expanduser(), setting), strict, setting)
+    state_dict = _read(Path(path).expanduser(), setting)
+    return load_tensors(model, state_dict, strict, setting)
 
 
 def load_tensors(
-    model: nn.Module, content: Mapping[str, Any], strict: bool, setting: str, apart: Collection[str] = ()
+    model: nn.Module, state_dict: Mapping[str, Any], strict: bool, setting: str, excluded: Collection[str] = ()
 ) -> list[str]:
-    """As `load_weights`, from a state dict. setting: the setting that named it, with its value, for messages. apart:
-    names of parameters to leave unchanged.
-    """
-    left = {id(parameter) for name, parameter in model.named_parameters() if name in apart}  # tied ones have two names
-    tensors = model.state_dict(keep_vars=True).items()
-    own = {name: tensor for name, tensor in tensors if isinstance(tensor, Tensor) and id(tensor) not in left}
-    found = _unwrap(content, own)
-    loaded = {id(tensor) for name, tensor in own.items() if name in found}
+    """Copy the tensors of a state dict into the model, as `load_weights` does.
 
-    lacking = [name for name, tensor in own.items() if id(tensor) not in loaded]
-    # Old files lack BatchNorm's counter, which matters only to `momentum=None`.
-    missing = [name for name in lacking if not name.endswith("num_batches_tracked")]
-    unexpected = [name for name in found if name not in own]
-    misshaped = [name for name in found if name in own and found[name].shape != own[name].shape]
-    fitting = {name: found[name] for name in found if name in own and name not in misshaped}
-    untied: list[str] = []
-    first: dict[int, str] = {}  # of tied weights, the first name
-    for name, tensor in fitting.items():
-        if (other := first.setdefault(id(own[name]), name)) != name and not torch.equal(tensor, fitting[other]):
-            untied.append(name)
-    kinds = {
+    Args:
+        model: the model.
+        state_dict: the tensors by name, possibly wrapped and prefixed.
+        strict: see `load_weights`.
+        setting: the setting that named them, with its value, for messages.
+        excluded: names of parameters to leave unchanged.
+    """
+    targets = _tensors_of(model, excluded)
+    sources = _unwrap(state_dict, targets)
+
+    missing = _missing(targets, sources)
+    unexpected = [name for name in sources if name not in targets]
+    misshaped = [name for name in sources if name in targets and sources[name].shape != targets[name].shape]
+    fitting = [name for name in sources if name in targets and name not in misshaped]
+    untied = _untied(fitting, targets, sources)
+
+    names_by_problem = {
         "missing": missing,
         "not in the model": unexpected,
-        "of another shape": [f"{name}: {list(found[name].shape)}, not {list(own[name].shape)}" for name in misshaped],
+        "of another shape": [f"{name}: {_shape(sources[name])}, not {_shape(targets[name])}" for name in misshaped],
         "tied in the model, but not equal in the file": untied,
     }
-    misfits = "; ".join(f"{len(names)} {kind} ({listed(names)})" for kind, names in kinds.items() if names)
-    if not fitting or (strict and misfits):
-        raise UserError(
-            f"{setting}: the weights do not fit the model: {misfits or 'there are none'}. Build the model with "
-            f"the settings of their training{', or set model.init_strict=false to load what fits' if fitting else ''}"
-        )
+    problems = [f"{len(names)} {problem} ({listed(names)})" for problem, names in names_by_problem.items() if names]
+    if not fitting or (strict and problems):
+        reason = "; ".join(problems) or "there are none"
+        remedy = "Build the model with the settings of their training"
+        if fitting:
+            remedy += ", or set model.init_strict=false to load what fits"
+        raise UserError(f"{setting}: the weights do not fit the model: {reason}. {remedy}")
+
     if unexpected:
         log.warning("%s: not in the model, ignored: %s", setting, listed(unexpected))
-    for name, tensor in fitting.items():
+    for name in fitting:
         if name not in untied:
-            copy_into(own[name], tensor)
-    if skipped := missing + misshaped + untied:
-        log.warning("%s: not loaded, left as initialised: %s", setting, ", ".join(skipped))
-    return skipped
+            copy_into(targets[name], sources[name])
+    not_loaded = missing + misshaped + untied
+    if not_loaded:
+        log.warning("%s: not loaded, left as initialised: %s", setting, ", ".join(not_loaded))
+    return not_loaded
+
+
+def _tensors_of(model: nn.Module, excluded: Collection[str]) -> dict[str, Tensor]:
+    """Return the model's parameters and buffers by name, tied ones by each of their names."""
+    excluded_ids = {id(parameter) for name, parameter in model.named_parameters() if name in excluded}
+    tensors = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and id(tensor) not in excluded_ids:
+            tensors[name] = tensor
+    return tensors
+
+
+def _unwrap(state_dict: Mapping[str, Any], targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors by the model's names, without wrappers' keys and prefixes."""
+    state_dict = _innermost(state_dict)
+    tensors = {str(name): tensor for name, tensor in state_dict.items() if isinstance(tensor, Tensor)}
+    for prefix in WRAPPER_PREFIXES * 2:  # in either order
+        if _all_begin_with(prefix, tensors) and not _all_begin_with(prefix, targets):
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def _innermost(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    for key in WRAPPER_KEYS:
+        if isinstance(state_dict.get(key), Mapping):
+            return _innermost(state_dict[key])
+    return state_dict
+
+
+def _all_begin_with(prefix: str, names: Iterable[str]) -> bool:
+    return all(name.startswith(prefix) for name in names)
+
+
+def _missing(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the model's tensors that the file has under none of their names."""
+    loaded_ids = {id(tensor) for name, tensor in targets.items() if name in sources}
+    names = [name for name, tensor in targets.items() if id(tensor) not in loaded_ids]
+    # Old files lack BatchNorm's counter, which matters only to `momentum=None`.
+    return [name for name in names if not name.endswith("num_batches_tracked")]
+
+
+def _untied(names: list[str], targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> list[str]:
+    """Return the names whose tensor in the file differs from an earlier one that the model ties to it."""
+    first_names: dict[int, str] = {}  # by the id of the model's tensor
+    untied = []
+    for name in names:
+        first_name = first_names.setdefault(id(targets[name]), name)
+        if first_name != name and not torch.equal(sources[name], sources[first_name]):
+            untied.append(name)
+    return untied
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)
 
 
 def _read(path: Path, setting: str) -> Mapping[str, Any]:
+    """Return the state dict in a file or folder, as it was saved. Raises UserError if there is none."""
     if not path.exists():
         raise UserError(f"{setting}: there is no such file")
     folder = path if path.is_dir() else path.parent
     if (folder / ".metadata").is_file():  # written by torch.distributed.checkpoint
         raise UserError(f"{setting}: is a file of a training checkpoint; give the checkpoint's folder, or the run's")
     if path.is_dir():
-        files = [path / name for name in ("model.safetensors", f"model{INDEX}") if (path / name).is_file()]
-        if len(files) != 1:
-            raise UserError(f"{setting}: the folder has {len(files)} models named model.safetensors; name a file")
-        path = files[0]
+        path = _model_in(path, setting)
     try:
-        if path.name.endswith(INDEX):
-            names = {Path(name).name for name in json.loads(path.read_text())["weight_map"].values()}
-            files = [path.parent / name for name in sorted(names)]
-        else:
-            files = [path] if path.suffix == ".safetensors" else []
-        if files:
-            return {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}
-        # only the zip format can be memory-mapped: its tensors are then read once, directly into the model
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        content = _read_file(path)
     except Exception as error:  # damaged or hostile bytes raise nearly anything
         reason = (str(error).splitlines() or [""])[0]  # the next lines explain how to allow a pickle
         raise UserError(
@@ -115,13 +165,29 @@ def _read(path: Path, setting: str) -> Mapping[str, Any]:
     return content
 
 
-def _unwrap(content: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors by the model's names, without wrappers' keys and prefixes."""
-    while wrapped := [content[key] for key in WRAPPER_KEYS if isinstance(content.get(key), Mapping)]:
-        content = wrapped[0]
-    found = {str(name): tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
-    for prefix in WRAPPER_PREFIXES * 2:  # in either order
-        is_wrapped, is_own = (all(name.startswith(prefix) for name in names) for names in (found, own))
-        if is_wrapped and not is_own:
-            found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
-    return found
+def _model_in(folder: Path, setting: str) -> Path:
+    """Return the file or index of the folder's model. Raises UserError unless there is exactly one."""
+    candidates = [folder / "model.safetensors", folder / f"model{INDEX}"]
+    files = [file for file in candidates if file.is_file()]
+    if len(files) != 1:
+        raise UserError(f"{setting}: the folder has {len(files)} models named model.safetensors; name a file")
+    return files[0]
+
+
+def _read_file(path: Path) -> Any:
+    if path.name.endswith(INDEX):
+        return _read_index(path)
+    if path.suffix == ".safetensors":
+        return safetensors.torch.load_file(path)
+    # only the zip format can be memory-mapped: its tensors are then read once, directly into the model
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+
+
+def _read_index(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of all files that an index names, read from its own folder."""
+    file_by_tensor = json.loads(path.read_text())["weight_map"]
+    file_names = {Path(file).name for file in file_by_tensor.values()}
+    tensors: dict[str, Tensor] = {}
+    for file_name in sorted(file_names):
+        tensors.update(safetensors.torch.load_file(path.parent / file_name))
+    return tensors

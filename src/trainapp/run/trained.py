@@ -162,7 +162,7 @@ def _write_model(folder: Path, trained: Trained, has_adapters: bool) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     if has_adapters:
-        tensors, settings = adapters.exported(model, trained.values["model_values"]["written"])
+        tensors, settings = adapters.exported_adapters(model, trained.values["model_values"]["written"])
         _write(folder / "adapter_model.safetensors", tensors)
         settings.save_pretrained(str(folder))
     else:
