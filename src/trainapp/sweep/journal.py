@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainapp.config import resume_rules
+from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.files import json_lines, strict_json
 from trainapp.report.page import Goal
@@ -121,6 +123,10 @@ class Journal:
     def facts(self) -> list[dict[str, Any]]:
         """The facts of all trials."""
         return [trial.facts for trial in self.trials]
+
+    def config_changes(self, first_config: Config) -> list[str]:
+        """Return what has changed in the configuration of the first job since the sweep began."""
+        return [str(change) for change in resume_rules.changes(self.first_request["config"], first_config.to_dict())]
 
     def add(self, event: str, **facts: Any) -> None:
         """Write a line, and apply it. Raises UserError if it cannot be written."""
