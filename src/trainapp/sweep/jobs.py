@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 import psutil
 
 from trainapp.config.command_line import message_in
-from trainapp.errors import UserError
+from trainapp.errors import OUT_OF_MEMORY, UserError
 from trainapp.files import json_object
 from trainapp.hooks.rungs import JOB
 from trainapp.launch.environment import SWEEP_SHARE
 from trainapp.report.run_files import state_of
 from trainapp.run import directory
 from trainapp.signals import TO_BE_CONTINUED
-from trainapp.sweep.journal import Trial, facts_of
+from trainapp.sweep.journal import Trial, facts_of, kind_by_words
 from trainapp.sweep.slots import SHARE, Slot
 
 LOG = "console.log"
@@ -164,6 +164,12 @@ def _environment(folder: Path, sweep_overrides: Sequence[str], slot: Slot, threa
     return variables
 
 
+def forget_failure(folder: Path) -> None:
+    """Remove the result of a job that failed and starts again: if it fails before it has one, it is not that one."""
+    if state_of(json_object(folder / RESULT)) == "failed":
+        (folder / RESULT).unlink()
+
+
 def find_orphans(folders: Iterable[Path]) -> dict[Path, Orphan]:
     """Return the jobs in these directories, with their processes that still run, the first one first."""
     orphans = {folder: Orphan(folder) for folder in folders}
@@ -188,11 +194,12 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 class Outcome(NamedTuple):
-    """How a job's process ended. state, error, facts: as in `Trial`."""
+    """How a job's process ended. state, error, facts, error_kind: as in `Trial`."""
 
     state: str
     error: str
     facts: dict[str, Any]
+    error_kind: str = ""
 
 
 def outcome(trial: Trial, mode: str, status: int, launcher_error: str = "") -> Outcome:
@@ -220,7 +227,8 @@ def outcome(trial: Trial, mode: str, status: int, launcher_error: str = "") -> O
             return Outcome("paused", "", facts)
         is_orderly = status in (0, TO_BE_CONTINUED)
         return Outcome("stopped", "" if is_orderly else error, facts)
-    return Outcome("infeasible" if error.startswith("out of memory") else "failed", error, facts)
+    error_kind = _kind_of(error, status, result)
+    return Outcome("infeasible" if error_kind == OUT_OF_MEMORY else "failed", error, facts, error_kind)
 
 
 def _error_of(log: Path, status: int, launcher_error: str) -> str:
@@ -238,7 +246,20 @@ def _may_continue(status: int, error: str) -> bool:
     """Return whether a job that has not finished was interrupted, not ended by an error of its own."""
     if status in (0, NOT_OUR_CHILD, TO_BE_CONTINUED) or _signal_number(status) in _ENDING_SIGNALS:
         return True
-    return "another run is using this directory" in error
+    return directory.IN_USE in error
+
+
+def _kind_of(error: str, status: int, result: dict[str, Any]) -> str:
+    """Return the kind of the error of a failed job, empty if it is not known.
+
+    Args:
+        error: its message.
+        status: the job's exit status.
+        result: its result.json.
+    """
+    if status == UserError.exit_code:
+        return UserError.kind
+    return result.get("error_kind") or kind_by_words(error)
 
 
 def _signal_number(status: int) -> int:

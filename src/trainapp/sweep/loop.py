@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from trainapp.config.schema import Config, Sweep
-from trainapp.errors import UserError
+from trainapp.errors import OUT_OF_MEMORY, UserError
 from trainapp.files import shown
 from trainapp.hooks import rungs
 from trainapp.signals import ECHO, TIME_IS_UP, TO_BE_CONTINUED, deadline_of, handled_by, how_to_quit, named
@@ -119,7 +119,7 @@ class SweepLoop:
             self._require_unchanged(job)
         except UserError as error:
             message = "; ".join(str(error).splitlines())
-            return self._note_end(trial, Outcome("failed", message, {}))
+            return self._note_end(trial, Outcome("failed", message, {}, error.kind))
         if not self.running.packs:
             return self._start(trial, job, self.running.free_slots()[0], None)
 
@@ -131,7 +131,7 @@ class SweepLoop:
         if need is not None and need.is_infeasible:
             size = f"{bytes_text(need.bytes)} of {bytes_text(need.device_bytes / SHARE)}"
             error_text = f"out of memory by its plan at micro-batch 1: it needs {size}"
-            return self._note_end(trial, Outcome("infeasible", error_text, {}))
+            return self._note_end(trial, Outcome("infeasible", error_text, {}, OUT_OF_MEMORY))
         return self._start(trial, job, slot, need)
 
     def _require_unchanged(self, job: ComposedJob) -> None:

@@ -77,6 +77,7 @@ class RunningJobs:
             need: see `_memory_share`.
         """
         bytes_given, overrides = self._memory_share(job, slot, need)
+        jobs.forget_failure(job.folder)
         process: Job
         if self.launcher is not None:
             launcher = self.launcher

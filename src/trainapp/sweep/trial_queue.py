@@ -169,7 +169,10 @@ class TrialQueue:
 
     def record_end(self, trial: Trial, outcome: Outcome) -> None:
         """Record in the journal how a trial has ended."""
-        self.journal.add("end", number=trial.number, **outcome._asdict())
+        facts = outcome._asdict()
+        if not outcome.error_kind:
+            del facts["error_kind"]
+        self.journal.add("end", number=trial.number, **facts)
 
     def copy_to_storage(self) -> None:
         """Copy the trials to `sweep.storage`, if there is one. Raises UserError if it cannot be written."""
