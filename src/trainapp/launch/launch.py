@@ -94,12 +94,13 @@ def _environment() -> dict[str, str]:
     return {"started": time.strftime("%Y-%m-%d %H:%M:%S"), "host": platform.node(), **versions}
 
 
-def launch(config: Config, is_sweep: bool = False) -> float | None:
+def launch(config: Config, by_launcher: bool = False) -> float | None:
     """Do what `mode` says: in this process (parallel=single), in workers that it starts, or as one rank if torchrun,
     srun or submitit started several processes. Returns the objective, if the mode has one.
 
-    is_sweep: whether other jobs may follow in this process. Raises UserError for mistakes and SystemExit when a signal
-    ended the run.
+    by_launcher: whether one of Hydra's launchers runs this job of a sweep: others may then follow in this process.
+
+    Raises UserError for mistakes and SystemExit when a signal ended the run.
     """
     if config.mode == "plan":
         from trainapp.planning import printed
@@ -113,7 +114,7 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
     # torch checks CUBLAS_WORKSPACE_CONFIG once, at the process's first matmul on CUDA (2.13, ATen/Context.cpp): if it
     # is unset then, a later job of the sweep with train.deterministic=true is refused. Not set for every run:
     # before Hopper it makes each of cuBLAS's workspaces 24 MiB larger.
-    prepare_process(config.memory.expandable_segments, config.train.deterministic or is_sweep)
+    prepare_process(config.memory.expandable_segments, config.train.deterministic or by_launcher)
     if config.mode == "lr_find":
         from trainapp.run import lr_find
 

@@ -150,7 +150,7 @@ class SweepLoop:
         threads = slot.threads if trial.threads is None else trial.threads
         folder = os.path.relpath(job.folder, self.composer.folder)
         self.journal.add("start", number=trial.number, threads=threads, folder=folder)
-        self.queue.prepare_rungs(trial, job.folder, is_launched=self.launcher is not None)
+        self.queue.prepare_rungs(trial, job.folder, by_launcher=self.launcher is not None)
         self.terminal.announce_start(trial, job, slot)
         self.running.start(trial, job, slot, threads, need)
         if self.stop:  # a signal during the start

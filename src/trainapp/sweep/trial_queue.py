@@ -123,20 +123,20 @@ class TrialQueue:
 
     # Rungs
 
-    def prepare_rungs(self, trial: Trial, folder: Path, is_launched: bool) -> None:
+    def prepare_rungs(self, trial: Trial, folder: Path, by_launcher: bool) -> None:
         """Write the rungs ahead of a trial for its run, and remove what is left of earlier questions.
 
         Args:
             trial: that is about to start.
             folder: of its run.
-            is_launched: whether a launcher of Hydra starts it.
+            by_launcher: whether a launcher of Hydra starts it.
         """
         for name in (rungs.ASKS, rungs.ANSWERS, rungs.RUNGS):
             (folder / name).unlink(missing_ok=True)
         rungs_ahead = self.pruner.rungs(trial) if self.pruner else []
         if rungs_ahead:
             folder.mkdir(parents=True, exist_ok=True)
-            rungs.write(folder / rungs.RUNGS, {"rungs": rungs_ahead, "launched": is_launched})
+            rungs.write(folder / rungs.RUNGS, {"rungs": rungs_ahead, "launched": by_launcher})
 
     def answer_question(self, trial: Trial) -> None:
         """Answer the question of a trial's run at a rung, if it has asked one."""
