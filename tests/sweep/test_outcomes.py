@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from trainapp.errors import NOT_FINITE
+from trainapp.files import RESULT
 from trainapp.sweep import jobs
 from trainapp.sweep.journal import Journal, Trial
 
@@ -15,8 +16,8 @@ def judge(tmp_path):
     """A function that returns the outcome of a job with this exit status, log and result.json."""
 
     def outcome(status, printed="", **result):
-        (tmp_path / jobs.LOG).write_text(f"== started now\n{printed}\n")
-        (tmp_path / jobs.RESULT).write_text(json.dumps(result))
+        (tmp_path / jobs.CONSOLE_LOG).write_text(f"== started now\n{printed}\n")
+        (tmp_path / RESULT).write_text(json.dumps(result))
         return jobs.outcome(Trial(0, (), "running", folder=str(tmp_path)), "train", status)
 
     return outcome
@@ -61,7 +62,7 @@ def test_one_that_was_killed_or_finds_its_directory_in_use_may_continue(judge):
 
 
 def test_the_result_of_an_earlier_failure_is_removed(tmp_path):
-    result = tmp_path / jobs.RESULT
+    result = tmp_path / RESULT
     result.write_text('{"stopped": {"signal": "SIGINT"}, "ended": "SIGINT"}')
     jobs.forget_failure(tmp_path)
     assert result.exists()

@@ -26,7 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from trainapp.config.excludes import require_several_ranks
 from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.files import json_object
+from trainapp.files import LOG, json_object
 from trainapp.launch import environment
 from trainapp.memory import host
 from trainapp.memory.detection import causes
@@ -152,7 +152,7 @@ class Failures:
 
 
 def _why_it_ended(error: ChildFailedError, failures: "Failures") -> str:
-    log_place = f"its log is in {failures.run_dir}/ranks (rank 0: trainapp.log)"
+    log_place = f"its log is in {failures.run_dir}/ranks (rank 0: {LOG})"
     if failures.incurable is not None:
         return f"a rank failed with an error that a restart would repeat: {failures.incurable}; {log_place}"
     rank, failure = error.get_first_failure()
@@ -311,7 +311,7 @@ def _device(config: Config, local_rank: int) -> torch.device:
 
 def _log_to(run_dir: Path, rank: int) -> None:
     """Rank 0 logs to the run's log and to the terminal, every other rank to a file in ranks/."""
-    path = run_dir / ("trainapp.log" if rank == 0 else f"ranks/rank_{rank}.log")
+    path = run_dir / (LOG if rank == 0 else f"ranks/rank_{rank}.log")
     path.parent.mkdir(parents=True, exist_ok=True)
     handlers: list[logging.Handler] = [logging.FileHandler(path)]
     handlers[0].setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))

@@ -21,6 +21,7 @@ import trainapp
 from trainapp.config import command_line, replaced_options
 from trainapp.config.schema import Config
 from trainapp.errors import Reported, UserError
+from trainapp.files import COMMAND, CONFIG, HYDRA, OVERRIDES
 from trainapp.launch import environment
 from trainapp.memory import host
 from trainapp.run import directory
@@ -29,7 +30,6 @@ from trainapp.signals import StopRequest
 # On import, torch 2.13 reads the first of these that is set: c10/cuda/CUDAAllocatorConfig.h. (The second only in a ROCm
 # build.)
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-COMMAND = ".hydra/command.json"
 _RESTART_PATIENCE = 30.0  # seconds that a launcher may take to end the previous workers
 # Here, because jobs of a launcher such as submitit import the callbacks, not __main__, before they are composed.
 environment.register()
@@ -77,15 +77,15 @@ def describe(composed: DictConfig, config: Config, overrides: list[str], flags: 
         return
     if not environment.is_one_of_many_ranks():  # those ask rank 0, in `elastic.run_worker`
         directory.require_same_experiment(config)
-    folder = Path(config.run_dir) / ".hydra"
-    folder.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(composed, folder / "config.yaml")
+    run_dir = Path(config.run_dir)
+    (run_dir / HYDRA).mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(composed, run_dir / CONFIG)
     of_sweep = os.environ.get(environment.SWEEP_SHARE, "").splitlines()
     given = [command_line.as_entered(text) for text in overrides if text not in of_sweep]
-    OmegaConf.save(given, folder / "overrides.yaml")
+    OmegaConf.save(given, run_dir / OVERRIDES)
     if config.activity.trains:
         command = {"arguments": [*flags, *given], "cwd": os.getcwd(), **_environment()}
-        Path(config.run_dir, COMMAND).write_text(json.dumps(command, indent=1) + "\n")
+        (run_dir / COMMAND).write_text(json.dumps(command, indent=1) + "\n")
 
 
 def _environment() -> dict[str, str]:

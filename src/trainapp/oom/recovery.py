@@ -10,6 +10,7 @@ import time
 from typing import NoReturn
 
 from trainapp.errors import OutOfMemory, TrainingStopped
+from trainapp.files import OOM_REPORTS
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.picture import Picture
 from trainapp.oom.messages import final_message, one_line
@@ -165,7 +166,7 @@ def report(session: Session, failure: OomReport) -> None:
     try:
         _record(session, failure)
     except (OSError, MemoryError) as error:  # the run is more important than its report
-        session.tracker.warn_unwritable(session.tracker.run_dir / "oom", error)
+        session.tracker.warn_unwritable(session.tracker.run_dir / OOM_REPORTS, error)
 
 
 def _record(session: Session, failure: OomReport) -> None:

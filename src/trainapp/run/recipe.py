@@ -17,11 +17,10 @@ from torch import nn
 
 from trainapp.checkpoint.train_state import Update
 from trainapp.config.excludes import NO_BEST, SET_OBJECTIVE
-from trainapp.files import atomic_write, strict_json
+from trainapp.files import RECIPE, atomic_write, strict_json
 from trainapp.losses.losses import Task, unchecked
 from trainapp.models.inspect import batchnorms
 from trainapp.optim.precision import Precision
-from trainapp.report.differences import RECIPE
 from trainapp.training.session import Session
 from trainapp.units import listed, plural
 

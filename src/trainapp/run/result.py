@@ -11,12 +11,11 @@ from typing import Any
 from trainapp.config.schema import Batch, Config
 from trainapp.data.progress import Progress
 from trainapp.errors import EXCEPTION, OUT_OF_MEMORY, UserError
-from trainapp.files import atomic_write, json_object, shown, strict_json
+from trainapp.files import RESULT, atomic_write, json_object, shown, strict_json
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.report import page
 from trainapp.report.run_files import state_of
 from trainapp.signals import TIME_IS_UP, named
-from trainapp.tracking.tracker import RESULT
 from trainapp.training import stopping
 from trainapp.training.session import Session
 from trainapp.units import bytes_text

@@ -14,6 +14,7 @@ from trainapp.assembly import build, hooks
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config.schema import Config
 from trainapp.errors import OUT_OF_MEMORY, add_note
+from trainapp.files import RECIPE
 from trainapp.inference import generate, predict
 from trainapp.memory import host
 from trainapp.memory.detection import is_out_of_memory
@@ -23,7 +24,6 @@ from trainapp.oom.building import explain_out_of_memory
 from trainapp.oom.report import OomReport, describe
 from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
 from trainapp.planning.process import with_modes
-from trainapp.report.differences import RECIPE
 from trainapp.run import directory, recipe, resume
 from trainapp.run.first_sizes import changes_of_memory, initial_sizes
 from trainapp.run.result import (

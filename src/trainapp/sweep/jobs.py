@@ -21,7 +21,7 @@ import psutil
 
 from trainapp.config.command_line import message_in
 from trainapp.errors import OUT_OF_MEMORY, UserError
-from trainapp.files import json_object
+from trainapp.files import PLAN, RESULT, json_object
 from trainapp.hooks.rungs import JOB
 from trainapp.launch.environment import SWEEP_SHARE
 from trainapp.report.run_files import state_of
@@ -30,9 +30,7 @@ from trainapp.signals import TO_BE_CONTINUED
 from trainapp.sweep.journal import Trial, facts_of, kind_by_words
 from trainapp.sweep.slots import SHARE, Slot
 
-LOG = "console.log"
-RESULT = "result.json"
-PLAN = "plan.json"
+CONSOLE_LOG = "console.log"
 NOT_OUR_CHILD = -1000  # exit status of a process that this one has not started
 # Signals that end a job from outside: it may continue.
 _ENDING_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -134,7 +132,7 @@ def start(
         threads: of torch; None: torch's choice.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOG).open("ab") as log:
+    with (folder / CONSOLE_LOG).open("ab") as log:
         log.write(f"{_START_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
         log.flush()
         return subprocess.Popen(
@@ -221,7 +219,7 @@ def outcome(trial: Trial, mode: str, status: int, launcher_error: str = "") -> O
     if has_finished:
         return Outcome("finished", "", facts)
 
-    error = _error_of(folder / LOG, status, launcher_error)
+    error = _error_of(folder / CONSOLE_LOG, status, launcher_error)
     if _may_continue(status, error):
         if trial.is_held:
             return Outcome("paused", "", facts)

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from trainapp.config.schema import Config, Sweep
 from trainapp.errors import OUT_OF_MEMORY, UserError
-from trainapp.files import shown
+from trainapp.files import CHECKPOINTS, shown
 from trainapp.hooks import rungs
 from trainapp.signals import ECHO, TIME_IS_UP, TO_BE_CONTINUED, deadline_of, handled_by, how_to_quit, named
 from trainapp.sweep import jobs, leaderboard, rows, samplers
@@ -280,7 +280,7 @@ class SweepTerminal:
 
     def announce_start(self, trial: Trial, job: ComposedJob, slot: Slot) -> None:
         """Print that a job starts or continues, where, and with which settings."""
-        verb = "continues" if (job.folder / "checkpoints").exists() else "starts"
+        verb = "continues" if (job.folder / CHECKPOINTS).exists() else "starts"
         text = f"job {trial.number} {verb}"
         if str(slot):
             text += f" on {slot}"
@@ -299,7 +299,7 @@ class SweepTerminal:
             text += f", best {facts['metric']} {facts['best_objective']:.4g} at step {facts['best_step']}"
         if trial.error:
             text += f": {trial.error}"
-            log = Path(trial.folder) / jobs.LOG
+            log = Path(trial.folder) / jobs.CONSOLE_LOG
             if trial.folder and log.exists():
                 text += f"; see {shown(log)}"
         self.print_line(text)
