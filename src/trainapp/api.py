@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from trainapp.config import command_line, compose
 from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped, UserError
+from trainapp.files import LOG
 from trainapp.launch import environment, launch
 from trainapp.run import directory
 from trainapp.signals import TIME_IS_UP, TO_BE_CONTINUED, Interrupted, handled_by
@@ -210,7 +211,7 @@ def _as_before(expandable_segments: bool = False) -> Iterator[None]:
 def _logged(run_dir: Path) -> Iterator[None]:
     """Log to the run's directory, and to the terminal unless the program has its own handlers."""
     logger = logging.getLogger("trainapp")
-    file = logging.FileHandler(run_dir / "trainapp.log")
+    file = logging.FileHandler(run_dir / LOG)
     file.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
     handlers: list[logging.Handler] = [file, *([] if logger.hasHandlers() else [terminal.Handler(sys.stderr)])]
     level = logger.level

@@ -9,8 +9,7 @@ from typing import NamedTuple, NoReturn
 
 from trainapp.config import command_line
 from trainapp.errors import UserError
-from trainapp.files import CALLER, json_object
-from trainapp.launch.launch import COMMAND
+from trainapp.files import CALLER, COMMAND, HYDRA, json_object
 from trainapp.new import project
 from trainapp.report import diff, page
 from trainapp.sweep import leaderboard, rows, tables
@@ -128,7 +127,7 @@ def write_report(arguments: Sequence[str]) -> None:
     is_single = len(folders) == 1
     path = (folders[0] if is_single else Path.cwd()) / page.NAME
     try:
-        if is_single and not (path.parent / ".hydra").exists():  # not a run
+        if is_single and not (path.parent / HYDRA).exists():  # not a run
             tables.write_page(path.parent, rows.read_rows(path.parent))
         else:
             page.write_runs(folders, path)

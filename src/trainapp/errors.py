@@ -1,10 +1,16 @@
 """Errors for the user: printed as one message, without a stack trace."""
 
+# Kinds of errors, as `error_kind` in result.json and in the journal of a sweep.
+OUT_OF_MEMORY = "out_of_memory"
+NOT_FINITE = "not_finite"
+EXCEPTION = "exception"  # any other than a UserError, of a user's module or of the program
+
 
 class UserError(Exception):
     """A mistake in settings, data or files. The message names the setting, its value, the rule, and what to do."""
 
     exit_code = 2
+    kind = "mistake"
 
     def __init__(self, *message: object):
         # torch re-raises it from a loader worker, with that process's traceback before the message.
@@ -15,10 +21,19 @@ class TrainingStopped(UserError):
     """Training cannot continue (a non-finite loss, no smaller micro-batch to try); saved checkpoints are kept."""
 
     exit_code = 1
+    kind = "training_stopped"
 
 
 class NotFinite(TrainingStopped):
     """An inf or nan in a loss or gradient has ended the training."""
+
+    kind = NOT_FINITE
+
+
+class OutOfMemory(TrainingStopped):
+    """Memory has run out, and no smaller micro-batch can help."""
+
+    kind = OUT_OF_MEMORY
 
 
 class Reported(SystemExit):

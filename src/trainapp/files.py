@@ -1,4 +1,4 @@
-"""Files: directories of the program and its user, atomic writes, and standard JSON."""
+"""Files: directories of the program and its user, names of a run's files, atomic writes, and standard JSON."""
 
 import contextlib
 import json
@@ -14,8 +14,30 @@ PACKAGE = Path(__file__).parent
 # An installed wheel carries conf/ inside the package; a checkout has it at its root.
 CONF = next(folder for folder in (PACKAGE / "conf", PACKAGE.parents[1] / "conf") if folder.is_dir())
 
-
 CALLER = "TRAINAPP_CALLER"  # the variable with the directory in which a command was given, if the run has another
+
+# The files of a run that several rooms read, by their place in its directory. The names are a format: runs of earlier
+# versions have them.
+HYDRA = ".hydra"
+CONFIG = f"{HYDRA}/config.yaml"  # as composed
+OVERRIDES = f"{HYDRA}/overrides.yaml"
+COMMAND = f"{HYDRA}/command.json"  # for `trainapp continue`
+LOG = "trainapp.log"
+RECIPE = "recipe.json"  # how the run trains, as it was built
+METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+CALLBACKS = "callbacks.jsonl"
+RESULT = "result.json"
+PLAN = "plan.json"  # of mode=plan
+OOM_REPORTS = "oom"
+CHECKPOINTS = "checkpoints"
+BEST = "best"  # in CHECKPOINTS: a file with the name of the best one
+VALUES = "values.pt"  # of a checkpoint: everything except the tensors of model, optimizer and average
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of a step's checkpoint in CHECKPOINTS."""
+    return f"step_{step:08d}"
 
 
 def cache_directory(setting: str | None = None) -> Path:

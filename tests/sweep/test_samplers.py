@@ -89,15 +89,15 @@ def test_what_does_not_fit_or_diverges_teaches_and_a_failure_does_not():
     states = [
         ("finished", "", {"best_objective": 0.5}, optuna.trial.TrialState.COMPLETE),
         ("finished", "", {"best_objective": None}, optuna.trial.TrialState.PRUNED),  # nan at every evaluation
-        ("infeasible", "out of memory in forward", {}, optuna.trial.TrialState.PRUNED),
-        ("failed", "step 3: the loss is not finite (nan)", {}, optuna.trial.TrialState.PRUNED),
-        ("failed", "TypeError: no", {}, optuna.trial.TrialState.FAIL),
+        ("infeasible", "out_of_memory", {}, optuna.trial.TrialState.PRUNED),
+        ("failed", "not_finite", {}, optuna.trial.TrialState.PRUNED),
+        ("failed", "exception", {}, optuna.trial.TrialState.FAIL),
         ("paused", "", {}, optuna.trial.TrialState.PRUNED),
         ("stopped", "", {}, optuna.trial.TrialState.RUNNING),
     ]
     trials = [
-        Trial(number, (str(0.01 + number / 100), "8"), state, error=error, facts=facts)
-        for number, (state, error, facts, _) in enumerate(states)
+        Trial(number, (str(0.01 + number / 100), "8"), state, error_kind=error_kind, facts=facts)
+        for number, (state, error_kind, facts, _) in enumerate(states)
     ]
     study = samplers.study_of(SPACE, trials, "max")
     assert [own.state for own in study.get_trials()] == [state for *_, state in states]

@@ -18,13 +18,12 @@ from trainapp.checkpoint.directory import CheckpointDirectory, describe
 from trainapp.checkpoint.state_dicts import ModelState
 from trainapp.checkpoint.train_state import TrainState, changed_sizes
 from trainapp.errors import UserError
-from trainapp.files import fsync
+from trainapp.files import VALUES, fsync
 from trainapp.models import adapters
 from trainapp.parallel.ranks import Ranks
 from trainapp.state.stateful import Stateful
 from trainapp.units import listed
 
-VALUES = "values.pt"  # everything except the tensors of model, optimizer and average
 log = logging.getLogger(__name__)
 
 

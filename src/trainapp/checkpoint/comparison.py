@@ -16,6 +16,7 @@ from trainapp.checkpoint.manifest import read_manifest
 from trainapp.checkpoint.plain_values import digest
 from trainapp.checkpoint.shards import Sizes
 from trainapp.errors import UserError
+from trainapp.files import BEST, CHECKPOINTS
 from trainapp.units import listed
 
 _AT_ONCE = 256 * 2**20  # bytes that are read from each checkpoint together
@@ -83,20 +84,20 @@ def choose(run_a: Path, run_b: Path, which: int | str | None) -> tuple[Path, Pat
         return _best(run_a), _best(run_b)
     if isinstance(which, int):
         return _of_step(run_a, which), _of_step(run_b, which)
-    names_of_b = [path.name for path in checkpoints_in(run_b / "checkpoints")]
-    for checkpoint_a in checkpoints_in(run_a / "checkpoints"):
-        checkpoint_b = run_b / "checkpoints" / checkpoint_a.name
+    names_of_b = [path.name for path in checkpoints_in(run_b / CHECKPOINTS)]
+    for checkpoint_a in checkpoints_in(run_a / CHECKPOINTS):
+        checkpoint_b = run_b / CHECKPOINTS / checkpoint_a.name
         if checkpoint_a.name in names_of_b and _are_good(checkpoint_a, checkpoint_b):
             return checkpoint_a, checkpoint_b
     return resolve(str(run_a), "RUN_A"), resolve(str(run_b), "RUN_B")
 
 
 def _best(run: Path) -> Path:
-    return resolve(str(run / "checkpoints/best"), "trainapp diff --step best: RUN")
+    return resolve(str(run / CHECKPOINTS / BEST), "trainapp diff --step best: RUN")
 
 
 def _of_step(run: Path, step: int) -> Path:
-    checkpoints = {step_of(path): path for path in checkpoints_in(run / "checkpoints")}
+    checkpoints = {step_of(path): path for path in checkpoints_in(run / CHECKPOINTS)}
     if step not in checkpoints:
         steps = listed([str(number) for number in sorted(checkpoints)], most=9) or "none"
         raise UserError(f"trainapp diff --step {step}: {run} has no checkpoint of this step; it has: {steps}")

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from trainapp import __version__
 from trainapp.checkpoint.manifest import FORMAT, MANIFEST, read_manifest, write_manifest
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.files import atomic_write, fsync
+from trainapp.files import BEST, CHECKPOINTS, VALUES, atomic_write, checkpoint_name, fsync
 from trainapp.parallel.ranks import Ranks, SingleRank
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class CheckpointDirectory:
     """
 
     def __init__(self, run_dir: Path, keep_last: int = 1, ranks: Ranks | None = None):
-        self.folder = run_dir / "checkpoints"
+        self.folder = run_dir / CHECKPOINTS
         self.keep_last = keep_last
         self.ranks = ranks or SingleRank()
 
@@ -88,7 +88,7 @@ class CheckpointDirectory:
     def _publish(self, step: int, manifest: dict[str, Any], is_best: bool) -> None:
         """Give a complete folder its manifest and name, and remove older checkpoints."""
         temporary = self._temporary(step)
-        final = self.folder / _name(step)
+        final = self.folder / checkpoint_name(step)
         write_manifest(temporary, manifest)
         former = None
         if os.path.lexists(final):  # saved before the step's evaluation was repeated
@@ -98,7 +98,7 @@ class CheckpointDirectory:
         if former is not None:
             _delete(former)
         if is_best:
-            with atomic_write(self.folder / "best", sync=True) as file:
+            with atomic_write(self.folder / BEST, sync=True) as file:
                 file.write(final.name + "\n")
         self._prune(final)
 
@@ -114,7 +114,7 @@ class CheckpointDirectory:
         }
 
     def _temporary(self, step: int) -> Path:
-        return self.folder / f".tmp-{_name(step)}"
+        return self.folder / f".tmp-{checkpoint_name(step)}"
 
     def _on_all_ranks(self, step: int, work: Callable[[], T]) -> list[T]:
         """Return every rank's result of `work`. Collective. Raises TrainingStopped as `commit`."""
@@ -156,7 +156,7 @@ class CheckpointDirectory:
     def best(self) -> Path | None:
         """Return the best checkpoint by the objective, not verified, or None."""
         try:
-            path = self.folder / (self.folder / "best").read_text().strip()
+            path = self.folder / (self.folder / BEST).read_text().strip()
             return path if _is_checkpoint(path) else None
         except OSError:
             return None
@@ -187,7 +187,7 @@ def step_of(checkpoint: Path) -> int:
 def names_checkpoint(value: str) -> bool:
     """Return whether the value is the path of a run directory, of a checkpoint, or of a run's `checkpoints/best`."""
     path = Path(value).expanduser()
-    return (path / "checkpoints").is_dir() or (path / MANIFEST).is_file() or (path.name == "best" and path.is_file())
+    return (path / CHECKPOINTS).is_dir() or (path / MANIFEST).is_file() or (path.name == BEST and path.is_file())
 
 
 def resolve(value: str, setting: str = "checkpointing.resume") -> Path:
@@ -204,13 +204,13 @@ def resolve(value: str, setting: str = "checkpointing.resume") -> Path:
     path = Path(value).expanduser()
     if not path.exists():
         message = f"{name}: no such file or directory"
-        if path.name == "best" and path.parent.is_dir():
+        if path.name == BEST and path.parent.is_dir():
             message += (
                 "; the run saved none at an evaluation, or its objective=auto has no best (several updates): name its "
                 "directory (of load, which='last')"
             )
         raise UserError(message)
-    if path.is_file() and path.name == "best":
+    if path.is_file() and path.name == BEST:
         best = CheckpointDirectory(path.parent.parent).best()
         if best is None:
             raise UserError(f"{name}: the checkpoint that it names no longer exists")
@@ -220,7 +220,7 @@ def resolve(value: str, setting: str = "checkpointing.resume") -> Path:
         if problem is not None:
             raise UserError(f"{name}: this checkpoint {problem}")
         return path
-    run_dir = path.parent if path.name == "checkpoints" else path
+    run_dir = path.parent if path.name == CHECKPOINTS else path
     newest = CheckpointDirectory(run_dir).newest()
     if newest is None:
         raise UserError(f"{name}: neither a checkpoint nor a run directory with a good one")
@@ -260,15 +260,11 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _name(step: int) -> str:
-    return f"step_{step:08d}"
-
-
 def _is_checkpoint(path: Path) -> bool:
     """Return whether the path, or its target, has a checkpoint's name and at least one of its files."""
     if not _NAME.fullmatch(path.name):
         return False
-    return any((path / name).exists() for name in (MANIFEST, ".metadata", "values.pt"))
+    return any((path / name).exists() for name in (MANIFEST, ".metadata", VALUES))
 
 
 def _refusal(error: BaseException, ranks: Ranks) -> str:

@@ -21,6 +21,7 @@ import trainapp
 from trainapp.config import command_line, replaced_options
 from trainapp.config.schema import Config
 from trainapp.errors import Reported, UserError
+from trainapp.files import COMMAND, CONFIG, HYDRA, OVERRIDES
 from trainapp.launch import environment
 from trainapp.memory import host
 from trainapp.run import directory
@@ -29,7 +30,6 @@ from trainapp.signals import StopRequest
 # On import, torch 2.13 reads the first of these that is set: c10/cuda/CUDAAllocatorConfig.h. (The second only in a ROCm
 # build.)
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-COMMAND = ".hydra/command.json"
 _RESTART_PATIENCE = 30.0  # seconds that a launcher may take to end the previous workers
 # Here, because jobs of a launcher such as submitit import the callbacks, not __main__, before they are composed.
 environment.register()
@@ -82,17 +82,17 @@ def describe(composed: DictConfig, config: Config, overrides: list[str], flags: 
         return
     if not environment.is_one_of_many_ranks():  # those ask rank 0, in `worker.run_worker`
         directory.require_same_experiment(config)
-    folder = Path(config.run_dir) / ".hydra"
-    folder.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(composed, folder / "config.yaml")
+    run_dir = Path(config.run_dir)
+    (run_dir / HYDRA).mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(composed, run_dir / CONFIG)
 
     overrides_of_sweep = os.environ.get(environment.SWEEP_SHARE, "").splitlines()
     overrides_of_user = [command_line.as_entered(text) for text in overrides if text not in overrides_of_sweep]
-    OmegaConf.save(overrides_of_user, folder / "overrides.yaml")
+    OmegaConf.save(overrides_of_user, run_dir / OVERRIDES)
     if config.activity.trains:
         command: dict[str, Any] = {"arguments": [*flags, *overrides_of_user], "cwd": os.getcwd()}
         command.update(_origin())
-        Path(config.run_dir, COMMAND).write_text(json.dumps(command, indent=1) + "\n")
+        (run_dir / COMMAND).write_text(json.dumps(command, indent=1) + "\n")
 
 
 def _origin() -> dict[str, str]:
@@ -106,7 +106,7 @@ def _origin() -> dict[str, str]:
     }
 
 
-def launch(config: Config, is_sweep: bool = False) -> float | None:
+def launch(config: Config, by_launcher: bool = False) -> float | None:
     """Do what `mode` says: in this process (parallel=single), in workers that it starts, or as one rank if torchrun,
     srun or submitit started several processes. Return the objective, if the mode has one.
 
@@ -114,7 +114,7 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
 
     Args:
         config: the configuration.
-        is_sweep: whether other jobs may follow in this process.
+        by_launcher: whether one of Hydra's launchers runs this job of a sweep: others may then follow in this process.
     """
     if config.mode == "plan":
         from trainapp.planning import printed
@@ -129,7 +129,7 @@ def launch(config: Config, is_sweep: bool = False) -> float | None:
     # torch checks CUBLAS_WORKSPACE_CONFIG once, at the process's first matmul on CUDA (2.13, ATen/Context.cpp): if it
     # is unset then, a later job of the sweep with train.deterministic=true is refused. Not set for every run:
     # before Hopper it makes each of cuBLAS's workspaces 24 MiB larger.
-    prepare_process(config.memory.expandable_segments, config.train.deterministic or is_sweep)
+    prepare_process(config.memory.expandable_segments, config.train.deterministic or by_launcher)
 
     if config.mode == "lr_find":
         from trainapp.run import lr_find

@@ -4,12 +4,13 @@ import logging
 import sys
 from pathlib import Path
 
+from trainapp.files import LOG
 from trainapp.tracking import terminal
 
 
 def log_to_run_dir(run_dir: Path, rank: int) -> None:
     """Send the log of rank 0 to the run's log and to the terminal, that of any other rank to a file in ranks/."""
-    name = "trainapp.log" if rank == 0 else f"ranks/rank_{rank}.log"
+    name = LOG if rank == 0 else f"ranks/rank_{rank}.log"
     path = run_dir / name
     path.parent.mkdir(parents=True, exist_ok=True)
     file = logging.FileHandler(path)

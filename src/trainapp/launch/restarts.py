@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from trainapp.files import json_object
+from trainapp.files import LOG, json_object
 from trainapp.launch.forwarded_signals import ReceivedSignal
 from trainapp.memory.detection import causes
 from trainapp.sizes.record import RESTART
@@ -70,7 +70,7 @@ class RestartPolicy:
 
     def explain(self, error: ChildFailedError) -> str:
         """Return why the run ended, when the workers were not restarted any more."""
-        log_hint = f"its log is in {self.run_dir}/ranks (rank 0: trainapp.log)"
+        log_hint = f"its log is in {self.run_dir}/ranks (rank 0: {LOG})"
         if self.incurable_error is not None:
             return f"a rank failed with an error that a restart would repeat: {self.incurable_error}; {log_hint}"
 

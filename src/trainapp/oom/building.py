@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from trainapp.config.schema import Config
-from trainapp.errors import TrainingStopped
+from trainapp.errors import OutOfMemory
 from trainapp.memory.cuda import refused_allocations
 from trainapp.memory.detection import out_of_memory_in
 from trainapp.parallel.ranks import Ranks, SingleRank
@@ -16,7 +16,7 @@ from trainapp.parallel.ranks import Ranks, SingleRank
 def explain_out_of_memory(config: Config, ranks: Ranks) -> Iterator[None]:
     """Explain an out-of-memory error inside the block, in which a run is built.
 
-    Raises TrainingStopped for it, even if it was reported as a mistake: many are RuntimeErrors, as are the errors of an
+    Raises OutOfMemory for it, even if it was reported as a mistake: many are RuntimeErrors, as are the errors of an
     unsuitable optimizer or checkpoint.
 
     With several ranks raises torch.OutOfMemoryError: the others would wait for a rank that ends with a UserError, but
@@ -29,7 +29,7 @@ def explain_out_of_memory(config: Config, ranks: Ranks) -> Iterator[None]:
         reason = out_of_memory_in(error, refused_allocations() - refused_before)
         if reason is None:
             raise
-        kind = TrainingStopped if isinstance(ranks, SingleRank) else torch.OutOfMemoryError
+        kind = OutOfMemory if isinstance(ranks, SingleRank) else torch.OutOfMemoryError
         raise kind(_message(config, reason)) from error
 
 

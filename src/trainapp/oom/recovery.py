@@ -9,7 +9,8 @@ import os
 import time
 from typing import NoReturn
 
-from trainapp.errors import TrainingStopped
+from trainapp.errors import OutOfMemory, TrainingStopped
+from trainapp.files import OOM_REPORTS
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.picture import Picture
 from trainapp.oom.messages import final_message, one_line
@@ -93,7 +94,7 @@ def _ranks_to_inform(session: Session, failure: Failure) -> Ranks:
 
 
 def change_size(session: Session, failure: Failure) -> None:
-    """Choose the size of the next attempt. Raises TrainingStopped if no other one can help.
+    """Choose the size of the next attempt. Raises OutOfMemory if no other one can help.
 
     Work without a size is retried unchanged, once per step.
     """
@@ -107,7 +108,7 @@ def change_size(session: Session, failure: Failure) -> None:
     change = sizes.record_failure(ranks, not failure.by_peer, _attempt_failure(failure))
     failure.recovery.is_constant = sizes.search(sizes.current.bucket).must_try_smallest
     if change is None:
-        raise TrainingStopped(final_message(session, failure))
+        raise OutOfMemory(final_message(session, failure))
     failure.recovery.old_size = change.ran
     failure.recovery.new_size = change.new
     failure.recovery.action = _change_text(failure)
@@ -165,7 +166,7 @@ def report(session: Session, failure: Failure) -> None:
     try:
         _record(session, failure)
     except (OSError, MemoryError) as error:  # the run is more important than its report
-        session.tracker.warn_unwritable(session.tracker.run_dir / "oom", error)
+        session.tracker.warn_unwritable(session.tracker.run_dir / OOM_REPORTS, error)
 
 
 def _record(session: Session, failure: Failure) -> None:
@@ -193,7 +194,8 @@ def leave_for_restart(session: Session, failure: Failure) -> NoReturn:
         reason = reason._replace(allocation=None)
     change = sizes.record_failure(SingleRank(), failure=reason)
     if change is None:
-        raise TrainingStopped(f"{one_line(failure)}: no smaller micro-batch can fit")
+        error_type = OutOfMemory if failure.is_out_of_memory else TrainingStopped
+        raise error_type(f"{one_line(failure)}: no smaller micro-batch can fit")
     failure.recovery.old_size = change.ran
     failure.recovery.new_size = change.new
     failure.recovery.action = (
@@ -215,7 +217,8 @@ def _stop_without_restart(session: Session, failure: Failure) -> NoReturn:
     failure.recovery.action = f"{failure.broken} fails from now on in this process"
     with contextlib.suppress(OSError):
         write(session, failure)
-    raise TrainingStopped(
+    error_type = OutOfMemory if failure.is_out_of_memory else TrainingStopped
+    raise error_type(
         f"{one_line(failure)}; continue from the last checkpoint in a new process, with a memory.limit below "
         f"the driver's:\n  {session.config.command}"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainapp.files import strict_json
+from trainapp.files import OOM_REPORTS, strict_json
 from trainapp.memory.detection import broken_part, requested_bytes
 from trainapp.memory.live_tensors import Category
 from trainapp.memory.static import optimizer_tensors, size_of
@@ -264,7 +264,7 @@ def write(session: Session, failure: Failure) -> Path:
     facts["trace"] = failure.trace.splitlines()
 
     rank = f"_rank_{failure.rank}" if session.ranks.world_size > 1 else ""
-    path = session.tracker.run_dir / "oom" / f"{session.sizes.oom_restarts:03d}_step_{failure.step}{rank}.json"
+    path = session.tracker.run_dir / OOM_REPORTS / f"{session.sizes.oom_restarts:03d}_step_{failure.step}{rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(strict_json(facts, indent=1) + "\n")
     return path

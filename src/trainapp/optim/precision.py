@@ -241,10 +241,12 @@ class NonFiniteCheck:
         """
         self._skipped[update] = 0 if applied else self._skipped[update] + 1
         if self._skipped[update] > MAX_SKIPPED:
+            error_type = TrainingStopped
             if reason is None:
+                error_type = NotFinite
                 advice = "use precision=bf16" if self.scaled else "debug=nonfinite finds where they come from"
                 reason = f"because gradients were not finite; {advice}"
-            raise TrainingStopped(
+            raise error_type(
                 f"step {step + 1}{_suffix(update)}: {MAX_SKIPPED} steps in a row were skipped {reason}; {self._saved()}"
             )
 

@@ -5,11 +5,10 @@ from pathlib import Path
 
 from trainapp.config.command_line import size_overrides
 from trainapp.config.schema import Config
-from trainapp.files import atomic_write, strict_json
+from trainapp.files import PLAN, atomic_write, strict_json
 from trainapp.planning.process import Facts, modes_text, plan_in_subprocess
 from trainapp.units import bytes_text
 
-PLAN = "plan.json"
 PICTURE = "plan.png"
 WIDTH = 100
 BAR = 40  # characters of the longest bar

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainapp.config.resume_rules import Change
 from trainapp.errors import UserError
-from trainapp.files import shown
+from trainapp.files import CHECKPOINTS, RECIPE, shown
 from trainapp.report import differences, run_files
 from trainapp.report.differences import LogDifference, Pair, RunRecord, ScalarDifference, kind_of
 from trainapp.units import listed, plural
@@ -105,7 +105,7 @@ def compare(a: Path, b: Path, which: int | str | None = None) -> Comparison:
 
 def _compare_weights(a: Path, b: Path, which: int | str | None) -> "tuple[CheckpointDifference | None, str]":
     """Return how the weights differ, or None and why they were not compared."""
-    without_checkpoint = [name for name, run in (("A", a), ("B", b)) if not any(run.glob("checkpoints/step_*"))]
+    without_checkpoint = [name for name, run in (("A", a), ("B", b)) if not any(run.glob(f"{CHECKPOINTS}/step_*"))]
     if without_checkpoint and which is None:
         verb = "have" if len(without_checkpoint) > 1 else "has"
         return None, f"{' and '.join(without_checkpoint)} {verb} no checkpoint"
@@ -129,7 +129,7 @@ def lines_of(comparison: Comparison) -> Iterator[str]:
     pairs = None if changes is None else [Pair(change.name, change.before, change.now) for change in changes]
     yield from _pairs_section("settings", pairs, "no file has the settings of both in the same form")
     yield from _pairs_section("versions and hosts", comparison.environment)
-    yield from _pairs_section("entries of the recipe", comparison.recipe, "at least one run has no recipe.json")
+    yield from _pairs_section("entries of the recipe", comparison.recipe, f"at least one run has no {RECIPE}")
     yield from _log_section("training", comparison.train)
     yield from _log_section("evaluations", comparison.evaluations)
     yield from _evaluations_of_one(comparison)

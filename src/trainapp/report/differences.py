@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainapp.config.resume_rules import Change, changes
-from trainapp.files import json_object
+from trainapp.files import COMMAND, EVALUATIONS, METRICS, RECIPE, RESULT, json_object
 from trainapp.report import run_files
 from trainapp.report.run_files import Curve
 from trainapp.tracking.scalars import is_machine_scalar
 
-RECIPE = "recipe.json"  # how the run trains, as it was built
 _LOG_ORDER = ("lr", "loss", "grad_norm")  # of scalars that begin to differ in one step: the cause before its effect
 _ENVIRONMENT = ("host", "python", "torch", "trainapp")
 _NOT_RECORDED = "not recorded"
@@ -93,11 +92,11 @@ def read_record(run_dir: Path, last_step: int | None) -> RunRecord:
         run_dir=run_dir,
         settings=run_files.composed_settings(run_dir),
         manifest=run_files.newest_manifest(run_dir),
-        command=json_object(run_dir / run_files.COMMAND),
+        command=json_object(run_dir / COMMAND),
         recipe=json_object(run_dir / RECIPE),
-        result=json_object(run_dir / run_files.RESULT),
-        train=_read_log(run_dir / run_files.CURVES["train"], last_step),
-        evaluations=_read_log(run_dir / run_files.CURVES["eval"], last_step),
+        result=json_object(run_dir / RESULT),
+        train=_read_log(run_dir / METRICS, last_step),
+        evaluations=_read_log(run_dir / EVALUATIONS, last_step),
     )
 
 

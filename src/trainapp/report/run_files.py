@@ -18,11 +18,23 @@ import numpy as np
 import yaml
 
 from trainapp.checkpoint.manifest import MANIFEST, read_any_manifest
-from trainapp.files import each_json_line, json_object
+from trainapp.files import (
+    CALLBACKS,
+    CHECKPOINTS,
+    COMMAND,
+    CONFIG,
+    EVALUATIONS,
+    LOG,
+    METRICS,
+    OOM_REPORTS,
+    OVERRIDES,
+    RESULT,
+    each_json_line,
+    json_object,
+)
 from trainapp.units import flat
 
-CONFIG, COMMAND, RESULT = ".hydra/config.yaml", ".hydra/command.json", "result.json"
-CURVES = {"train": "metrics.jsonl", "eval": "evaluations.jsonl", "callbacks": "callbacks.jsonl"}
+CURVES = {"train": METRICS, "eval": EVALUATIONS, "callbacks": CALLBACKS}
 POINTS_PER_CURVE = 2000
 POINTS = 24_000  # of all curves of a page; each takes about 20 bytes
 FEWEST_POINTS = 6  # per curve, however many there are
@@ -157,7 +169,7 @@ def newest_manifest(folder: Path) -> dict[str, Any]:
 
     A checkpoint with other damage counts: the damage is reported when it is loaded.
     """
-    for path in sorted(folder.glob(f"checkpoints/step_{8 * '[0-9]'}/{MANIFEST}"), reverse=True):
+    for path in sorted(folder.glob(f"{CHECKPOINTS}/step_{8 * '[0-9]'}/{MANIFEST}"), reverse=True):
         with contextlib.suppress(OSError, ValueError):
             manifest = read_any_manifest(path.parent)
             if manifest.get("config"):
@@ -169,8 +181,8 @@ def read(folder: Path) -> dict[str, Any]:
     """Return everything of a run that its page shows. `curves` has a `Curve` per name."""
     result = json_object(folder / RESULT)
     command = json_object(folder / COMMAND)
-    headline, notes = _log(folder / "trainapp.log")
-    overrides = _yaml(folder / ".hydra/overrides.yaml") or []
+    headline, notes = _log(folder / LOG)
+    overrides = _yaml(folder / OVERRIDES) or []
     return {
         "folder": str(folder.resolve()),
         "state": state_of(result) or "not finished",
@@ -178,7 +190,7 @@ def read(folder: Path) -> dict[str, Any]:
         "result": {name: value for name, value in result.items() if name != "micro_schedule"},
         "curves": {group: curves_in(folder / name) for group, name in CURVES.items()},
         "sizes": _sizes(result.get("micro_schedule")),
-        "ooms": _oom_facts(folder / "oom"),
+        "ooms": _oom_facts(folder / OOM_REPORTS),
         "notes": notes,
         "overrides": [str(text)[:LONGEST_TEXT] for text in overrides],
         "settings": {name: typed(value) for name, value in flat(composed_settings(folder))},

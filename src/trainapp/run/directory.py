@@ -21,6 +21,7 @@ from trainapp.errors import UserError
 from trainapp.report.run_files import newest_manifest
 
 LOCK = "run.lock"
+IN_USE = "another run is using this directory"  # in the message of `acquire`
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _POLL = 0.05  # seconds
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def acquire(run_dir: Path, patience: float = 0.0) -> None:
         while (descriptor := _locked(path)) is None:
             if time.monotonic() >= until:
                 raise UserError(
-                    f"hydra.run.dir={run_dir}: another run is using this directory{_holder(path)}; wait until it has "
+                    f"hydra.run.dir={run_dir}: {IN_USE}{_holder(path)}; wait until it has "
                     "ended, stop it, or choose another directory"
                 )
             time.sleep(_POLL)

@@ -12,10 +12,9 @@ import numpy as np
 
 from trainapp.config.schema import Config, Every, Schedule, Stopping, Target
 from trainapp.errors import NotFinite, TrainingStopped
-from trainapp.files import atomic_write, json_lines
+from trainapp.files import METRICS, atomic_write, json_lines
 from trainapp.hooks.callbacks import View
 from trainapp.run import runner
-from trainapp.tracking.tracker import METRICS
 from trainapp.validation import PositiveFloat, PositiveInt
 
 PICTURE = "lr_find.png"

@@ -16,11 +16,10 @@ import torch
 from torch import nn
 
 from trainapp.checkpoint.train_state import Update
-from trainapp.files import atomic_write, json_object, strict_json
+from trainapp.files import RECIPE, atomic_write, json_object, strict_json
 from trainapp.losses.losses import Task, unchecked
 from trainapp.models.inspect import batchnorms, untrained_modules
 from trainapp.optim.precision import Precision
-from trainapp.report.differences import RECIPE
 from trainapp.torch_private import BatchNorm
 from trainapp.training.session import InitialWeights, Session
 

@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from trainapp.config.schema import Batch
+from trainapp.config.schema import Batch, Config
 from trainapp.data.progress import Progress
-from trainapp.errors import UserError
-from trainapp.files import atomic_write, json_object, shown, strict_json
+from trainapp.errors import EXCEPTION, OUT_OF_MEMORY, UserError
+from trainapp.files import RESULT, atomic_write, json_object, shown, strict_json
+from trainapp.memory.detection import is_out_of_memory
 from trainapp.report import page
 from trainapp.report.run_files import state_of
 from trainapp.signals import TIME_IS_UP, named
-from trainapp.tracking.tracker import RESULT
 from trainapp.training import stopping
 from trainapp.training.session import Session
 from trainapp.units import bytes_text
@@ -146,16 +146,34 @@ def forget_stop(run_dir: Path) -> None:
 
 def write_failure(session: Session, error: Exception) -> None:
     """Write result.json for a run that cannot continue: why, and how far it came."""
-    run_dir = Path(session.config.run_dir)
     facts = {
-        "failed": f"{type(error).__name__}: {error}" if not isinstance(error, UserError) else str(error),
         "steps": session.state.progress.step,
         "samples": session.state.progress.samples,
         "oom_restarts": session.sizes.oom_restarts,
         "checkpoint": session.checkpointer.newest_name(),
     }
+    _write_failure(Path(session.config.run_dir), error, facts)
+
+
+def write_building_failure(config: Config, error: Exception) -> None:
+    """Write result.json for a run that could not be built. The result of a run that continues here stays."""
+    run_dir = Path(config.run_dir)
+    if state_of(json_object(run_dir / RESULT)) in ("", "failed"):
+        _write_failure(run_dir, error, {})
+
+
+def _write_failure(run_dir: Path, error: Exception, facts: dict[str, Any]) -> None:
+    message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    facts = {"failed": message, "error_kind": kind_of(error), **facts}
     with contextlib.suppress(OSError), atomic_write(run_dir / RESULT) as file:  # the error itself must be reported
         file.write(strict_json(facts, indent=1) + "\n")
+
+
+def kind_of(error: Exception) -> str:
+    """Return the kind of an error, as in `errors`."""
+    if isinstance(error, UserError):
+        return error.kind
+    return OUT_OF_MEMORY if is_out_of_memory(error) else EXCEPTION
 
 
 def write(result: Result) -> None:

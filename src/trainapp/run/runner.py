@@ -14,7 +14,8 @@ from trainapp.assembly import build, hooks
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config.claimed_settings import log_claims, with_claimed_settings
 from trainapp.config.schema import Config
-from trainapp.errors import add_note
+from trainapp.errors import OUT_OF_MEMORY, add_note
+from trainapp.files import RECIPE
 from trainapp.inference import generate, predict
 from trainapp.memory import host
 from trainapp.memory.detection import is_out_of_memory
@@ -24,10 +25,18 @@ from trainapp.oom.building import explain_out_of_memory
 from trainapp.oom.report import Failure, describe
 from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
 from trainapp.planning.process import with_modes
-from trainapp.report.differences import RECIPE
 from trainapp.run import directory, recipe, recipe_text, resume
 from trainapp.run.first_sizes import changes_of_memory, initial_sizes
-from trainapp.run.result import Result, forget_stop, print_command, report, result_of, write_failure
+from trainapp.run.result import (
+    Result,
+    forget_stop,
+    kind_of,
+    print_command,
+    report,
+    result_of,
+    write_building_failure,
+    write_failure,
+)
 from trainapp.signals import AtWork, Interrupted, StopRequest, deadline_of
 from trainapp.sizes.record import EVALUATION, take_restart
 from trainapp.training import events, loop, stopping
@@ -83,8 +92,14 @@ def _run_session(
         began: see `prepare`.
         carried: what an earlier session of this process has left.
     """
-    with explain_out_of_memory(config, ranks):
-        session = prepare(config, stop, ranks, carried, began)
+    try:
+        with explain_out_of_memory(config, ranks):
+            session = prepare(config, stop, ranks, carried, began)
+    except Exception as error:
+        # A mistake is in the exit code, and leaves no trace of the run.
+        if kind_of(error) == OUT_OF_MEMORY and config.activity.trains and ranks.is_rank_zero:
+            write_building_failure(config, error)
+        raise
     is_on_cpu = session.state.device.type == "cpu"
     guarded = host.guarded(config.memory, session.memory.total) if is_on_cpu else contextlib.nullcontext()
     stop.at_work = functools.partial(stopping.at_work, session)

@@ -26,7 +26,7 @@ from trainapp.config.claimed_settings import with_claimed_settings
 from trainapp.config.excludes import NO_BEST
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
-from trainapp.files import strict_json
+from trainapp.files import BEST, CHECKPOINTS, strict_json
 from trainapp.hooks.callbacks import labels_of
 from trainapp.models import adapters
 from trainapp.models.inspect import is_of_transformers, restore_cache
@@ -48,7 +48,7 @@ def model(run_dir: Path, which: str | Path, user_packages: Sequence[str]) -> nn.
     if str(which) == "best" and not _has_best(run_dir):
         log.info("trainapp.load: %s, so this is the last checkpoint of %s", NO_BEST, run_dir)
         which = "last"
-    named_paths = {"best": run_dir / "checkpoints" / "best", "last": run_dir}
+    named_paths = {"best": run_dir / CHECKPOINTS / BEST, "last": run_dir}
     path = resolve(str(named_paths.get(str(which), which)), "trainapp.load: which")
     saved = read_manifest(path)["config"]
     config = saved_config(path, {name: saved[name] for name in (*BUILT_FROM, "train")})
@@ -61,7 +61,7 @@ def model(run_dir: Path, which: str | Path, user_packages: Sequence[str]) -> nn.
 
 def _has_best(run_dir: Path) -> bool:
     """Return `Config.has_best` of the run in this directory; True if it has no checkpoint that tells."""
-    for path in checkpoints_in(run_dir / "checkpoints"):
+    for path in checkpoints_in(run_dir / CHECKPOINTS):
         with contextlib.suppress(OSError, ValueError):
             saved = read_manifest(path)["config"]
             return saved_config(path, {name: saved[name] for name in (*BUILT_FROM, "objective")}).has_best

@@ -20,19 +20,17 @@ from typing import Any, NamedTuple
 import psutil
 
 from trainapp.config.command_line import message_in
-from trainapp.errors import UserError
-from trainapp.files import json_object
+from trainapp.errors import OUT_OF_MEMORY, UserError
+from trainapp.files import PLAN, RESULT, json_object
 from trainapp.hooks.rungs import JOB
 from trainapp.launch.environment import SWEEP_SHARE
 from trainapp.report.run_files import state_of
 from trainapp.run import directory
 from trainapp.signals import TO_BE_CONTINUED
-from trainapp.sweep.journal import Trial, facts_of
+from trainapp.sweep.journal import Trial, facts_of, kind_by_words
 from trainapp.sweep.slots import SHARE, Slot
 
-LOG = "console.log"
-RESULT = "result.json"
-PLAN = "plan.json"
+CONSOLE_LOG = "console.log"
 NOT_OUR_CHILD = -1000  # exit status of a process that this one has not started
 # Signals that end a job from outside: it may continue.
 _ENDING_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -134,7 +132,7 @@ def start(
         threads: of torch; None: torch's choice.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOG).open("ab") as log:
+    with (folder / CONSOLE_LOG).open("ab") as log:
         log.write(f"{_START_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
         log.flush()
         return subprocess.Popen(
@@ -164,6 +162,12 @@ def _environment(folder: Path, sweep_overrides: Sequence[str], slot: Slot, threa
     return variables
 
 
+def forget_failure(folder: Path) -> None:
+    """Remove the result of a job that failed and starts again: if it fails before it has one, it is not that one."""
+    if state_of(json_object(folder / RESULT)) == "failed":
+        (folder / RESULT).unlink()
+
+
 def find_orphans(folders: Iterable[Path]) -> dict[Path, Orphan]:
     """Return the jobs in these directories, with their processes that still run, the first one first."""
     orphans = {folder: Orphan(folder) for folder in folders}
@@ -188,11 +192,12 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 class Outcome(NamedTuple):
-    """How a job's process ended. state, error, facts: as in `Trial`."""
+    """How a job's process ended. state, error, facts, error_kind: as in `Trial`."""
 
     state: str
     error: str
     facts: dict[str, Any]
+    error_kind: str = ""
 
 
 def outcome(trial: Trial, mode: str, status: int, launcher_error: str = "") -> Outcome:
@@ -214,13 +219,14 @@ def outcome(trial: Trial, mode: str, status: int, launcher_error: str = "") -> O
     if has_finished:
         return Outcome("finished", "", facts)
 
-    error = _error_of(folder / LOG, status, launcher_error)
+    error = _error_of(folder / CONSOLE_LOG, status, launcher_error)
     if _may_continue(status, error):
         if trial.is_held:
             return Outcome("paused", "", facts)
         is_orderly = status in (0, TO_BE_CONTINUED)
         return Outcome("stopped", "" if is_orderly else error, facts)
-    return Outcome("infeasible" if error.startswith("out of memory") else "failed", error, facts)
+    error_kind = _kind_of(error, status, result)
+    return Outcome("infeasible" if error_kind == OUT_OF_MEMORY else "failed", error, facts, error_kind)
 
 
 def _error_of(log: Path, status: int, launcher_error: str) -> str:
@@ -238,7 +244,20 @@ def _may_continue(status: int, error: str) -> bool:
     """Return whether a job that has not finished was interrupted, not ended by an error of its own."""
     if status in (0, NOT_OUR_CHILD, TO_BE_CONTINUED) or _signal_number(status) in _ENDING_SIGNALS:
         return True
-    return "another run is using this directory" in error
+    return directory.IN_USE in error
+
+
+def _kind_of(error: str, status: int, result: dict[str, Any]) -> str:
+    """Return the kind of the error of a failed job, empty if it is not known.
+
+    Args:
+        error: its message.
+        status: the job's exit status.
+        result: its result.json.
+    """
+    if status == UserError.exit_code:
+        return UserError.kind
+    return result.get("error_kind") or kind_by_words(error)
 
 
 def _signal_number(status: int) -> int:

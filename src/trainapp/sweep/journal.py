@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainapp.errors import UserError
+from trainapp.config import resume_rules
+from trainapp.config.schema import Config
+from trainapp.errors import NOT_FINITE, OUT_OF_MEMORY, UserError
 from trainapp.files import json_lines, strict_json
 from trainapp.report.page import Goal
 from trainapp.sweep.space import Space, Values
@@ -64,6 +66,15 @@ def objectives_of(runs: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
     return {(facts["metric"], facts["direction"]) for facts in runs if facts.get("direction")}
 
 
+def kind_by_words(error: str) -> str:
+    """Return the kind of an error by its message: earlier versions recorded no kind, and a run that has no session and
+    no result.json does not either.
+    """
+    if error.startswith("out of memory"):
+        return OUT_OF_MEMORY
+    return NOT_FINITE if "not finite" in error else ""
+
+
 @dataclass
 class Trial:
     """A configuration, and what has become of it.
@@ -82,6 +93,7 @@ class Trial:
     passed_rungs: set[int] = field(default_factory=set)
     attributes: dict[str, Any] = field(default_factory=dict)  # what the sampler notes of it
     error: str = ""  # why it failed
+    error_kind: str = ""  # as in `errors`; empty if it is not known
 
     @property
     def is_held(self) -> bool:
@@ -91,7 +103,7 @@ class Trial:
     @property
     def diverged(self) -> bool:
         """Whether it was ended by a loss or gradient that was not finite."""
-        return self.state == "failed" and "not finite" in self.error
+        return self.state == "failed" and self.error_kind == NOT_FINITE
 
 
 class Journal:
@@ -122,6 +134,10 @@ class Journal:
         """The facts of all trials."""
         return [trial.facts for trial in self.trials]
 
+    def config_changes(self, first_config: Config) -> list[str]:
+        """Return what has changed in the configuration of the first job since the sweep began."""
+        return [str(change) for change in resume_rules.changes(self.first_request["config"], first_config.to_dict())]
+
     def add(self, event: str, **facts: Any) -> None:
         """Write a line, and apply it. Raises UserError if it cannot be written."""
         text = strict_json({"event": event, **facts})
@@ -151,6 +167,7 @@ class Journal:
             trial.state = "running"
             trial.threads = line["threads"]
             trial.error = ""
+            trial.error_kind = ""
             trial.folder = str(self.path.parent.resolve() / line["folder"])  # the sweep may have been moved
         elif event == "rung":
             trial.rung_values[line["rung"]] = line["value"]
@@ -158,6 +175,7 @@ class Journal:
         elif event == "end":
             trial.state = line["state"]
             trial.error = line["error"]
+            trial.error_kind = line.get("error_kind") or kind_by_words(trial.error)
             trial.facts |= line["facts"]
         elif event == "promote":
             trial.passed_rungs.add(line["rung"])

@@ -20,11 +20,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainapp.config.excludes import NO_BEST, SET_OBJECTIVE
 from trainapp.errors import UserError
-from trainapp.files import json_object, shown
-from trainapp.launch.launch import COMMAND
+from trainapp.files import CHECKPOINTS, COMMAND, CONFIG, HYDRA, PLAN, checkpoint_name, json_object, shown
 from trainapp.report import page
 from trainapp.sweep import samplers, tables
-from trainapp.sweep.jobs import PLAN
 from trainapp.sweep.journal import JOURNAL, Journal, common_objective
 from trainapp.sweep.rows import NOT_BEGUN, SEED, Row, merge_seeds, objective_of, rank, read_rows
 from trainapp.units import listed
@@ -61,7 +59,7 @@ def show(folder: Path) -> None:
     with contextlib.suppress(OSError):  # another user's folder
         tables.write_csv(ranked, folder / TABLE)
         tables.write_markdown(header, cells, folder / MARKDOWN)
-        if not (folder / ".hydra").exists():  # that of a single run has more
+        if not (folder / HYDRA).exists():  # that of a single run has more
             tables.write_page(folder, rows)
     _print_commands(ranked)
 
@@ -140,9 +138,9 @@ def _print_commands(ranked: Sequence[Row]) -> None:
         return
     text = f"best: job {best.name}, {best.facts['metric']} {best.best:.6g}"
     print(f"{text}; {best.settings_text}" if best.settings else text)
-    config = yaml.safe_load((best.folder / ".hydra/config.yaml").read_text())
+    config = yaml.safe_load((best.folder / CONFIG).read_text())
     _print_longer_command(best, config)
-    checkpoint = best.folder / "checkpoints" / f"step_{best.facts.get('best_step') or 0:08d}"
+    checkpoint = best.folder / CHECKPOINTS / checkpoint_name(best.facts.get("best_step") or 0)
     if not checkpoint.exists():
         return
     arguments_of_run = json_object(best.folder / COMMAND)["arguments"]

@@ -11,12 +11,20 @@ import yaml
 
 from trainapp.config.resume_rules import is_of_experiment
 from trainapp.errors import UserError
-from trainapp.files import json_lines, json_object, strict_json
-from trainapp.launch.launch import COMMAND
+from trainapp.files import (
+    COMMAND,
+    CONFIG,
+    EVALUATIONS,
+    METRICS,
+    OVERRIDES,
+    RESULT,
+    json_lines,
+    json_object,
+    strict_json,
+)
 from trainapp.report.page import Goal
 from trainapp.report.run_files import state_of
 from trainapp.run import directory
-from trainapp.sweep.jobs import RESULT
 from trainapp.sweep.journal import JOURNAL, Journal, common_objective, facts_of
 from trainapp.units import flat
 
@@ -142,7 +150,7 @@ def read_folder(folder: Path) -> list[Row]:
 def _read_overrides(run: Path) -> dict[str, str]:
     """Return the overrides of a run, by setting."""
     overrides = {}
-    for text in yaml.safe_load((run / ".hydra/overrides.yaml").read_text()) or []:
+    for text in yaml.safe_load((run / OVERRIDES).read_text()) or []:
         name, _, value = text.lstrip("+").partition("=")
         overrides[name] = value
     return overrides
@@ -158,7 +166,7 @@ def _overrides_of_all(overrides_of_runs: Collection[dict[str, str]]) -> set[tupl
 def _identity(run: Path) -> str:
     """Return what a configuration file may have changed: the settings of the experiment and its length, as JSON."""
     settings: dict[str, Any] = {}
-    for name, value in flat(yaml.safe_load((run / ".hydra/config.yaml").read_text())):
+    for name, value in flat(yaml.safe_load((run / CONFIG).read_text())):
         if is_of_experiment(name) or name.startswith("train.max_"):
             settings[name] = value
     settings[SEED] = None
@@ -174,13 +182,13 @@ def _with_logged_values(folder: Path, facts: dict[str, Any], objective: Goal) ->
         objective: the run's, if the facts do not tell.
     """
     logged: dict[str, Any] = {}
-    lines = json_lines(folder / "metrics.jsonl")
+    lines = json_lines(folder / METRICS)
     if lines:
         logged["steps"] = max(lines[-1]["step"], facts.get("steps", 0))
     if _has_no_best(facts):
         objective = None  # that of the other runs is not this run's
     metric, direction = common_objective([facts]) or objective or ("", "")
-    evaluations = [line for line in json_lines(folder / "evaluations.jsonl") if line.get(metric) is not None]
+    evaluations = [line for line in json_lines(folder / EVALUATIONS) if line.get(metric) is not None]
     if evaluations:
         choose_best = max if direction == "max" else min
         best = choose_best(evaluations, key=lambda evaluation: evaluation[metric])

@@ -6,6 +6,9 @@ The same command continues a sweep, whatever has ended it.
 import datetime
 import json
 import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from hydra.core.plugins import Plugins
@@ -17,13 +20,15 @@ from trainapp.config.schema import Config, Sweep
 from trainapp.errors import UserError
 from trainapp.files import strict_json
 from trainapp.launch import environment, launch
-from trainapp.sweep import same_sweep, samplers
+from trainapp.sweep import samplers
 from trainapp.sweep.composing import Composer, read_settings
 from trainapp.sweep.journal import Journal
 from trainapp.sweep.loop import SweepLoop
-from trainapp.sweep.space import parse
+from trainapp.sweep.space import Dimension, Space, parse
 
 _BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+# Settings of a sweep that do not choose its jobs.
+_MAY_CHANGE = ("trials", "parallel", "pack", "max_time", "max_failures", "retry_failed", "storage")
 
 
 def run(context: HydraContext, function: TaskFunction, composed: DictConfig, arguments: list[str]) -> None:
@@ -67,19 +72,18 @@ def _accept(settings: Sweep, composer: Composer, journal: Journal, command: list
 
     Raises UserError for another sweep than the journal's, and for jobs that could not start.
     """
-    request = same_sweep.request_of(settings, composer.space)
+    request = _request_of(settings, composer.space)
     is_new = journal.last_request.get("asked") != request
     is_continued = bool(journal.first_request)
     if is_continued:
-        differences = same_sweep.differences(journal.first_request["asked"], request)
-        same_sweep.require_none(differences, composer.folder)
+        _require_same(_differences(journal.first_request["asked"], request), composer.folder)
     digests = _check_jobs(settings, composer, journal) if is_new else {}
 
     # The first job stands for all of them, also where others run first.
     values = tuple(journal.first_request.get("values", next(composer.space.covering())))
     config = composer.job(0, values).config
     if is_continued:
-        same_sweep.require_none(same_sweep.config_changes(journal, config), composer.folder)
+        _require_same(journal.config_changes(config), composer.folder)
     if settings.pruner != "none":
         _require_pausable(settings, config)
     _require_comparable(settings, config)
@@ -112,7 +116,7 @@ def _check_jobs(settings: Sweep, composer: Composer, journal: Journal) -> dict[s
             name = " ".join(composer.space.swept_overrides(trial.values))
             if journal.digests.get(name) != digests[name]:
                 changed.append(f"the configuration of {name}")
-        same_sweep.require_none(changed, composer.folder)
+        _require_same(changed, composer.folder)
     return digests
 
 
@@ -134,3 +138,60 @@ def _require_comparable(settings: Sweep, config: Config) -> None:
         excludes.require_best(config, f"sweep.pruner={settings.pruner}")
     if settings.storage is not None:
         excludes.require_best(config, f"sweep.storage={settings.storage}")
+
+
+# Whether a command continues the sweep in its directory or is another one, which is refused there
+
+
+def _request_of(settings: Sweep, space: Space) -> dict[str, Any]:
+    """Return what a command asks for, as plain values: the settings and the space that decide which sweep it is."""
+    deciding = {name: value for name, value in asdict(settings).items() if name not in _MAY_CHANGE}
+    return deciding | space.to_dict()
+
+
+def _differences(request_before: dict[str, Any], request_now: dict[str, Any]) -> list[str]:
+    """Return what makes it another sweep. A grid may have grown."""
+    before = _by_name(request_before)
+    now = _by_name(request_now)
+    if request_now["sampler"] == "grid":
+        for name in before.keys() & now.keys():
+            if _has_grown(before[name], now[name]):
+                before[name] = now[name]
+    texts = []
+    for name in before | now:
+        if before.get(name) != now.get(name):
+            texts.append(f"{name}: {before.get(name, 'not given')} before, {now.get(name, 'not given')} now")
+    if not texts and list(before) != list(now):
+        texts.append(f"the order of {', '.join(before)}")
+    return texts
+
+
+def _by_name(request: dict[str, Any]) -> dict[str, Any]:
+    """Return what was asked for, by name: the settings of the sweep, those of all jobs, and the swept ones."""
+    space = Space.from_dict(request)
+    values = {f"sweep.{name}": value for name, value in request.items() if name not in ("fixed", "dimensions")}
+    fixed = {}
+    for text in space.fixed:
+        name, _, value = text.partition("=")
+        fixed[name] = value
+    values |= dict(sorted(fixed.items()))
+    values |= {dimension.key: dimension for dimension in space.dimensions}
+    return values
+
+
+def _has_grown(before: Any, now: Any) -> bool:
+    """Return whether both are swept settings and the later one has all values of the earlier."""
+    are_swept = isinstance(before, Dimension) and isinstance(now, Dimension)
+    return are_swept and set(before.values) <= set(now.values)
+
+
+def _require_same(differences: Sequence[str], folder: Path) -> None:
+    """Raise UserError if there are differences to the sweep in this directory."""
+    if not differences:
+        return
+    lines = "\n".join(f"  {line}" for line in differences)
+    may_change = ", ".join(f"sweep.{name}" for name in _MAY_CHANGE)
+    raise UserError(
+        f"hydra.sweep.dir={folder}: this directory belongs to another sweep, or its files have changed:\n{lines}\n"
+        f"choose another directory, or change them back; a grid may get more values, and {may_change} may change"
+    )

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainapp.files import atomic_write, json_object
+from trainapp.files import PLAN, atomic_write, json_object
 from trainapp.report import page
 from trainapp.report.page import BLANK, memory_text, number_text, seconds_text
-from trainapp.sweep.jobs import PLAN
 from trainapp.sweep.journal import FACTS
 from trainapp.sweep.rows import NOT_BEGUN, Row, merge_seeds, objective_of, rank
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
-from trainapp.files import atomic_write, json_lines, json_object
+from trainapp.files import OVERRIDES, atomic_write, json_lines, json_object
 from trainapp.units import flat
 from trainapp.validation import Str
 
@@ -142,7 +142,7 @@ class TensorBoard(Logger):
 
 def _overrides(run_dir: Path) -> dict[str, float | str]:
     """Return the settings of the command line: numbers as such, others as text."""
-    path = run_dir / ".hydra/overrides.yaml"
+    path = run_dir / OVERRIDES
     if not path.exists():
         return {}
     settings: dict[str, float | str] = {}

@@ -10,16 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainapp.files import atomic_write, json_lines, strict_json
+from trainapp.files import CALLBACKS, EVALUATIONS, METRICS, atomic_write, json_lines, strict_json
 from trainapp.memory.picture import Picture, draw
 from trainapp.tracking.loggers import Logger, Start
 from trainapp.tracking.terminal import Progress, bar_text
 from trainapp.units import bytes_text
 
-METRICS = "metrics.jsonl"
-EVALUATIONS = "evaluations.jsonl"
-CALLBACKS = "callbacks.jsonl"
-RESULT = "result.json"
 MOST_SHOWN = 12  # values of an evaluation on the terminal; a metric may have one per class
 log = logging.getLogger(__name__)
 
