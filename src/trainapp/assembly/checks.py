@@ -153,7 +153,8 @@ def _compare_mode(
 
     try:
         fp64_only = precisions_to_try(mode.task, config, resources, model, noise=NOISE)[:1]
-        noisy = first_working_result(fp64_only, compare, mode.is_trained).value
+        compare_again = functools.partial(compare, checks_divisors=False)  # noise does not change what is summed
+        noisy = first_working_result(fp64_only, compare_again, mode.is_trained).value
     except Exception as error:
         return outcome._replace(text=f"{outcome.text}; with noise: {summary_of(error)}")
     cut = outcome.cut
@@ -229,13 +230,14 @@ class ModeCalls:
         return [self(batch_name, RandomRounding(device, seed)) for seed in range(REPEATS)]
 
 
-def compare_batches(probe: TaskProbe, mode: Mode, draw_record: DrawRecord) -> Outcome:
+def compare_batches(probe: TaskProbe, mode: Mode, draw_record: DrawRecord, checks_divisors: bool = True) -> Outcome:
     """Compare a task's results for a batch with those for its halves. Raises errors of the task and the model.
 
     Args:
         probe: calls the task.
         mode: how it is called.
         draw_record: of what forwards draw. Draws of Python's and NumPy's generators are noted in it.
+        checks_divisors: whether to look for metrics of samples that are divided by a count of something else.
     """
     call = ModeCalls(probe, mode, draw_record)
     samples = probe.samples
@@ -245,6 +247,8 @@ def compare_batches(probe: TaskProbe, mode: Mode, draw_record: DrawRecord) -> Ou
             "the forward draws from Python's or NumPy's generator: the numbers depend on the cut"
         )
     outcome = _compare_joined(call, results)
+    if checks_divisors and outcome.problem is None and outcome.is_compared:
+        outcome = outcome._replace(divisor=_metrics_of_samples(call, results))
     if outcome.problem is not None:
         return outcome
     cut = _compare_cut_if_any(call, results, outcome)
@@ -266,7 +270,7 @@ def _compare_joined(call: ModeCalls, results: Results) -> Outcome:
         problem, reason = _compare_unequal_parts(call, results["ab"])
         if reason:
             text += f"; in halves alone: {reason}"
-        return Outcome(problem, text, divisor=_metrics_of_samples(call, results))
+        return Outcome(problem, text)
 
     # It does not add up: look whether that means anything, and how far rounding may explain it.
     observer = Observer()
