@@ -383,12 +383,29 @@ def clear_gathered_gradients(root: Any) -> None:
 
     `reset_iter_state` is documented to discard it, and does not (torch 2.13).
     """
+    for parameter in _fsdp_parameters(root):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):  # from its first all-gather on
+            parameter._unsharded_param.grad = None
+
+
+def written_gathered_parameters(root: Any) -> list[str]:
+    """Return the names of parameters whose gathered copies were written: the shards do not change. FSDP2 gathers
+    without a new version (torch 2.13). Takes about a microsecond for each.
+    """
+    names = []
+    for parameter in _fsdp_parameters(root):
+        gathered = getattr(parameter, "_unsharded_param", None)  # from its first all-gather on
+        if gathered is not None and gathered._version > 0:
+            names.append(parameter._param_fqn)
+    return names
+
+
+def _fsdp_parameters(root: Any) -> Iterator[Any]:
+    """Yield FSDP2's own records of the parameters that it shards."""
     for state in root._get_fsdp_state()._state_ctx.all_states:
         for group in state._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):  # from its first all-gather on
-                    parameter._unsharded_param.grad = None
+            yield from group.fsdp_params
 
 
 def fsdp_collectives() -> tuple[type, type]:

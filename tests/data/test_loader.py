@@ -1,10 +1,12 @@
 """Worker processes of the loader."""
 
 import multiprocessing
+import random
 import subprocess
 import sys
 
 import helpers
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -57,6 +59,38 @@ def test_a_worker_sends_a_view_without_the_rest_of_the_data():
     assert first.tolist() == [4, 5, 6, 7]
     assert first.untyped_storage().nbytes() == 16
     assert micro.data["all"][0].data_ptr() == first.data_ptr()
+
+
+class Negatives(Dataset):
+    """Draws a number per sample anew in each epoch, as recommenders draw negative samples."""
+
+    def set_epoch(self, epoch):
+        self.negatives = np.random.randint(0, 10**6, 8) + random.randint(0, 10**6) + int(torch.randint(10**6, ()))
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return int(self.negatives[index])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_data_set_draws_for_an_epoch_is_the_same_in_every_process(workers):
+    requests = [Request(epoch, [0, 3, 5]) for epoch in (0, 0, 1, 1, 0)]
+
+    def served(workers):
+        torch.manual_seed(random.randrange(10**9))  # another state of the generators
+        state = torch.get_rng_state()
+        loader = BatchLoader(Negatives(), 7, workers, torch.device("cpu"))
+        batches = [micro.data.tolist() for micro in loader.batches(iter(requests))]
+        loader.close()
+        assert torch.equal(torch.get_rng_state(), state)
+        return batches
+
+    batches = served(workers)
+    assert batches == served(0)
+    assert batches[0] == batches[1] == batches[4]
+    assert batches[0] != batches[2] == batches[3]
 
 
 STUCK = """

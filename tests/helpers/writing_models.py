@@ -75,6 +75,60 @@ class TeacherOfBase(Teacher):
         return 0.5 * self.teacher(inputs)
 
 
+class TeacherInRoot(Teacher):
+    """No block has the teacher or its pupil: FSDP gathers both for the whole forward."""
+
+    def build(self, num_classes: int) -> None:
+        super().build(num_classes)
+        self.block = nn.Linear(64, num_classes)
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.block]
+
+    def change(self, inputs: Tensor) -> Tensor:
+        return super().change(inputs) + self.block(inputs)
+
+
+class ActNorm(Base):
+    """A shift that is the mean of the first batch: a parameter that a forward writes from its samples."""
+
+    def build(self, num_classes: int) -> None:
+        self.shift = nn.Parameter(torch.zeros(num_classes))
+        self.register_buffer("is_initialised", torch.tensor(False))
+
+    def change(self, inputs: Tensor) -> Tensor:
+        if self.training and not self.is_initialised:
+            with torch.no_grad():
+                self.shift.copy_(-self.linear(inputs).mean(0))
+                self.is_initialised.fill_(True)
+        return self.shift
+
+
+class Codebook(Base):
+    """A buffer that follows the mean of the micro-batch."""
+
+    reduces = False
+
+    def build(self, num_classes: int) -> None:
+        self.register_buffer("mean", torch.zeros(num_classes))
+
+    def change(self, inputs: Tensor) -> Tensor:
+        before = self.mean.clone()
+        if self.training:
+            mean = self.linear(inputs).detach().mean(0)
+            if self.reduces and torch.distributed.is_initialized():
+                torch.distributed.all_reduce(mean)
+                mean = mean / torch.distributed.get_world_size()
+            self.mean.mul_(0.9).add_(mean, alpha=0.1)
+        return 0.1 * before
+
+
+class ReducedCodebook(Codebook):
+    """The same on all ranks."""
+
+    reduces = True
+
+
 class SpectralNorm(Base):
     """Each forward in training mode refines the estimate of the largest singular value."""
 

@@ -62,6 +62,32 @@ def test_without_noticing_writes_the_cell_fails(cell):
     assert differences(*runs_of(cell, "ddp", "Teacher", 1, train_blindly)) != []
 
 
+def trained(cell: Cell, spread: str, model: str) -> Record:
+    """The first rank's record of a run whose steps are one micro-batch on each rank."""
+    overrides = (f"parallel={spread}", *own_model(f"writing_models.{model}"), "batch.micro_size=64")
+    return cell.run(2, *overrides, "train.check_loss=false", tiny=WRITING)[0]
+
+
+def messages_about_ranks(record: Record) -> list[str]:
+    return [message for message in record.log if "differ between ranks" in message]
+
+
+def test_buffers_that_differ_between_ranks_are_named(cell):
+    (message,) = messages_about_ranks(trained(cell, "ddp", "Codebook"))
+    assert "the forward writes model.mean, which differ between ranks" in message
+    assert messages_about_ranks(trained(cell, "ddp", "ReducedCodebook")) == []
+
+
+def test_parameters_that_differ_between_ranks_are_refused(cell):
+    record = trained(cell, "ddp", "ActNorm")
+    assert "the forward writes the parameters model.shift, and each rank from its own samples" in record.error
+
+
+def test_writes_to_gathered_copies_are_refused(cell):
+    record = trained(cell, "fsdp", "TeacherInRoot")
+    assert "the forward writes teacher.weight, teacher.bias, of which it has gathered copies" in record.error
+
+
 def resumed(cell: Cell, folder: Path, model: str, *overrides: str) -> dict[str, Any]:
     """The values in the last checkpoint of a run that was interrupted, and ends as one that was not."""
     overrides = (*own_model(f"writing_models.{model}"), *overrides, "checkpointing=standard", "every.save=3")

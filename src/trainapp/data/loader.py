@@ -34,7 +34,7 @@ class Fetcher(Dataset):
     A data set with `__getitems__` that also has `set_epoch` (or is `in_memory`) returns whole batches, and promises
     that a sample depends only on (seed, epoch, index). For other data sets the global generators are seeded from these
     three before each sample, so random transforms give the same sample every time it is fetched. They are also seeded
-    before the data set's own `collate`, which may mix samples at random.
+    before the data set's own `collate`, which may mix samples at random, and before its `set_epoch`.
 
     Attributes: `collate`, the data set's own, None: torch's.
     """
@@ -55,8 +55,7 @@ class Fetcher(Dataset):
     def __getitem__(self, request: Request) -> Any:
         if request.epoch != self._epoch:
             self._epoch = request.epoch
-            if hasattr(self.dataset, "set_epoch"):
-                self.dataset.set_epoch(request.epoch)
+            self._begin_epoch(request.epoch)
 
         indices = request.indices or [DUMMY] * request.fewest
         samples = None
@@ -71,6 +70,16 @@ class Fetcher(Dataset):
                 return default_collate(samples)
             seed_from(CPU, self.seed, request.epoch, *indices)
             return self.collate(samples)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """Call the data set's `set_epoch`. What it draws, such as new negative samples, is the same in every process
+        and after a resume.
+        """
+        if not hasattr(self.dataset, "set_epoch"):
+            return
+        with preserved_rng(CPU):
+            seed_from(CPU, self.seed, epoch)
+            self.dataset.set_epoch(epoch)
 
     def _sample(self, epoch: int, index: int) -> Any:
         """Return one sample, after seeding the global generators for it."""

@@ -20,7 +20,9 @@ from trainapp.torch_private import (
     is_shard,
     prepare_fsdp,
     tree_map,
+    written_gathered_parameters,
 )
+from trainapp.units import listed
 
 
 class FSDP(Strategy):
@@ -115,8 +117,19 @@ class FSDP(Strategy):
     def finish_accumulation(self) -> None:
         """Also free what an evaluation gathered and, with `reshard_after_forward=false`, kept: the next step would
         compute with it, even if it was the average of the weights.
+
+        Raises UserError for a forward that writes parameters outside a unit of their own: it has written their gathered
+        copies, which are dropped.
         """
         super().finish_accumulation()
+        written = written_gathered_parameters(self._root)
+        if written:
+            names = listed([name.removeprefix("model.") for name in written])
+            raise UserError(
+                f"parallel=fsdp: the forward writes {names}, of which it has gathered copies, so that the writes are "
+                "lost; return their module from the model's blocks(), write them before training or in a callback, or "
+                "use parallel=ddp"
+            )
         for unit in self._units:
             unit.reshard()
 

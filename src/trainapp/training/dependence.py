@@ -1,8 +1,16 @@
 """What depends on the micro-batch although nothing should: found while training, and said once."""
 
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import nn
+
 from trainapp.draws.record import PADDING
+from trainapp.errors import TrainingStopped
 from trainapp.losses.losses import has_embeddings
 from trainapp.models.inspect import batchnorms, instead_of_batchnorm, per_sample_buffers
+from trainapp.state.checksum import checksum
+from trainapp.torch_private import is_shard
 from trainapp.training.phase import UpdateContext
 from trainapp.training.session import Session
 from trainapp.units import listed
@@ -16,11 +24,14 @@ def warn_of_padding(session: Session) -> None:
 
 
 def note_dependence(session: Session, context: UpdateContext) -> None:
-    """Warn once of what depends on the micro-batch, if steps are cut into several."""
+    """Warn once of what depends on the micro-batch, if steps are cut into several, on one rank or over many.
+    Collective.
+    """
     size = max(session.sizes.train.sizes_in_force.values(), default=session.sizes.train.size)
-    if session.batches.accumulation(size) > 1:
+    is_cut_here = session.batches.accumulation(size) > 1
+    if is_cut_here or session.ranks.world_size > 1:
         record = session.engine.draw_record
-        _note_writes(session, size)
+        _note_writes(session, size, is_cut_here)
         if record.draws and not session.engine.draws_by_sample:
             record.depends["draws"] = (
                 f"the forward draws torch's own random numbers, which are those of the micro-batch ({size}); with "
@@ -31,8 +42,14 @@ def note_dependence(session: Session, context: UpdateContext) -> None:
     _note_shared_draws(session)
 
 
-def _note_writes(session: Session, size: int) -> None:
-    """Record which state the forward writes per micro-batch of this size: BatchNorm's statistics, and any other."""
+def _note_writes(session: Session, size: int, is_cut_here: bool) -> None:
+    """Record which state the forward writes per micro-batch: BatchNorm's statistics, and any other. Collective.
+
+    Args:
+        session: with the record.
+        size: of the micro-batches.
+        is_cut_here: whether this rank's part of a step is several micro-batches.
+    """
     depends = session.engine.draw_record.depends
     written = session.snapshot.changes
     norms = set(batchnorms(session.state.model))
@@ -48,10 +65,49 @@ def _note_writes(session: Session, size: int) -> None:
     other_state = written - statistics - per_sample_buffers(modules)
     if has_embeddings(session.engine.task):  # the task is called once per step
         other_state = {name for name in other_state if not _root_of(name).endswith("task")}
-    if other_state:
+    if not session.has_compared_ranks:
+        session.has_compared_ranks = True
+        _note_differences_of_ranks(session, modules, other_state)
+    if other_state and is_cut_here:
         depends["writes"] = (
             f"the forward writes {listed(sorted(other_state))}, once per micro-batch ({size}), not per step: what a "
             "forward reads of them before writing them anew depends on the micro-batch"
+        )
+
+
+def _note_differences_of_ranks(session: Session, modules: Mapping[str, nn.Module], names: Collection[str]) -> None:
+    """Record which of these tensors differ between ranks: written by forwards, and not averaged by the model itself.
+    Collective. Raises TrainingStopped for parameters: the ranks would train different models.
+    """
+    if session.ranks.world_size == 1:
+        return
+    checksums = {}
+    parameters = set()
+    for root_name, root in modules.items():
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+            full_name = f"{root_name}.{name}"
+            if full_name in names and tensor.layout is torch.strided and not is_shard(tensor):
+                checksums[full_name] = checksum(tensor).tolist()
+                if isinstance(tensor, nn.Parameter):
+                    parameters.add(full_name)
+
+    checksums_by_rank = session.ranks.all_gather_object(checksums)
+    differing = set()
+    for checksums_there in checksums_by_rank[1:]:
+        for name in checksums_there.keys() & checksums_by_rank[0].keys():
+            if checksums_there[name] != checksums_by_rank[0][name]:
+                differing.add(name)
+    if differing & parameters:
+        raise TrainingStopped(
+            f"the forward writes the parameters {listed(sorted(differing & parameters))}, and each rank from its own "
+            "samples, so that the ranks train different models; reduce what is written over all ranks in the forward, "
+            "write it before training (model.init_from), or use one rank"
+        )
+    if differing:
+        session.engine.draw_record.depends["ranks"] = (
+            f"the forward writes {listed(sorted(differing))}, which differ between ranks: each rank writes them from "
+            "its own samples, and a save replaces them by those of rank 0, so that what is computed from them depends "
+            "on the ranks; reduce them over all ranks in the forward, or use one rank"
         )
 
 

@@ -119,6 +119,7 @@ class Session:
     attempt: AttemptState = field(default_factory=AttemptState)
     recovery: RecoveryState = field(default_factory=RecoveryState)
     step_metrics: dict[str, float] = field(default_factory=dict)  # to be logged: those of the step's finished updates
+    has_compared_ranks: bool = False  # whether state that forwards write was compared between ranks
     exactness_checks_left: int = 0  # updates that `train.check_exactness` has yet to compare
     sizes: Sizes = field(init=False)  # micro-batch sizes; chosen after a checkpoint is read
 
