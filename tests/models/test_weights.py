@@ -6,6 +6,7 @@ import runs
 import safetensors.torch
 import torch
 from torch import nn
+from writing_models import ActNorm
 
 from trainapp.errors import UserError
 from trainapp.models.gpt import GPT
@@ -183,3 +184,15 @@ def test_damaged_files_are_refused(tmp_path, name, damage):
 def test_files_without_weights_are_refused(tmp_path):
     assert "holds a Tensor" in refusal(resnet(), save(torch.zeros(3), tmp_path / "w.pt"))
     assert "do not fit the model" in refusal(resnet(), save({"epoch": 3}, tmp_path / "w.pt"))
+
+
+def test_the_checks_see_the_loaded_weights(tmp_path):
+    """The forward of a model that initialises itself from its first batch writes parameters only before that."""
+    settings = (*runs.TINY, "data=digits", "user_packages=[writing_models]", *runs.own_model("writing_models.ActNorm"))
+    fresh = runs.closed(tmp_path / "fresh", *settings)
+    assert fresh.checks["loss in training"].startswith("not compared: the forward writes state (model.shift")
+    state = ActNorm(num_classes=10).state_dict()
+    state["is_initialised"].fill_(True)
+    torch.save(state, tmp_path / "started.pt")
+    started = runs.closed(tmp_path / "started", *settings, f"model.init_from={tmp_path / 'started.pt'}")
+    assert started.checks["loss in training"].startswith("adds up over 4 samples")

@@ -3,13 +3,11 @@
 import logging
 from pathlib import Path
 
-from torch import Tensor
-
 from trainapp.assembly import hooks
 from trainapp.assembly.engine import assemble
 from trainapp.assembly.resources import Resources, open_resources
-from trainapp.checkpoint.checkpointer import Checkpointer, weights_in
-from trainapp.checkpoint.directory import CheckpointDirectory, names_checkpoint, resolve
+from trainapp.checkpoint.checkpointer import Checkpointer
+from trainapp.checkpoint.directory import CheckpointDirectory
 from trainapp.checkpoint.optimizer_state import require_loadable
 from trainapp.checkpoint.state_dicts import stateful_values
 from trainapp.checkpoint.train_state import TrainState
@@ -17,16 +15,14 @@ from trainapp.config.schema import Config
 from trainapp.hooks.callbacks import Callbacks, labels_of
 from trainapp.losses import losses
 from trainapp.memory.device import DeviceMemory
-from trainapp.models.adapters import base_of
-from trainapp.models.weights import load_tensors, load_weights
-from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
+from trainapp.parallel.ranks import Ranks
 from trainapp.signals import StopRequest
 from trainapp.tracking.loggers import Start
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.training import exactness
 from trainapp.training.limits import Limits
-from trainapp.training.session import InitialWeights, Objective, Session
+from trainapp.training.session import Objective, Session
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +57,7 @@ def session_of(config: Config, resources: Resources, stop: StopRequest, ranks: R
     callbacks = hooks.callbacks_of(config, targets.hooks, targets.task, set_names)
     engine = assemble(config, resources, ranks, callbacks)
     state = engine.state
-    initial_weights = None
     if not resources.resumes:
-        initial_weights = _load_initial_weights(config, state, ranks)
         state.average.start_at_weights()
     if resources.device.type == "cuda":
         engine.strategy.warm_up()
@@ -100,37 +94,12 @@ def session_of(config: Config, resources: Resources, stop: StopRequest, ranks: R
         callbacks=Callbacks(callbacks),
         filled=resources.filled,
         checks=resources.checks,
-        initial_weights=initial_weights,
+        initial_weights=resources.initial_weights,
     )
     if config.train.check_exactness:
         session.exactness_checks_left = (state.first_steps + exactness.STEPS - 1) * len(state.updates)
     session.schedule_rates()
     return session
-
-
-def _load_initial_weights(config: Config, state: TrainState, ranks: Ranks) -> InitialWeights | None:
-    """Load `model.init_from`. Return what was loaded; None if it is not set."""
-    source = config.model.init_from
-    if source is None:
-        return None
-    strict = config.model.init_strict
-    adapters_base = base_of(state.model)
-    names = {name for name, value in state.model.state_dict().items() if isinstance(value, Tensor)}
-    if names_checkpoint(source):
-        path = answered_by_rank_zero(ranks, lambda: resolve(source, "model.init_from"))
-        weights = weights_in(path, state.model)
-        # A checkpoint of adapters does not have the values of their base, which has been loaded from its source.
-        loaded_before = frozenset() if adapters_base is None else adapters_base.names.difference(weights)
-        names -= loaded_before
-        fresh_names = load_tensors(state.model, weights, strict, f"model.init_from={source}", loaded_before)
-        log.info("starting from the weights of %s", path)
-    elif adapters_base is None:
-        fresh_names = load_weights(state.model, source, strict)
-    else:  # a file has been loaded into the base already
-        return InitialWeights(source, None, len(adapters_base.names), [])
-    # Old files lack BatchNorm's counter, which matters only to `momentum=None`.
-    counted_names = [name for name in names if not name.endswith("num_batches_tracked")]
-    return InitialWeights(source, len(counted_names) - len(fresh_names), len(counted_names), fresh_names)
 
 
 def start_tracking(session: Session) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainapp.assembly import checks, learned_draws, updates
-from trainapp.assembly.model import build_model
+from trainapp.assembly.model import build_model, load_initial_weights
 from trainapp.assembly.modes import reason_without_values
 from trainapp.assembly.resolved_targets import ResolvedTargets
 from trainapp.assembly.resources import Resources
@@ -45,9 +45,9 @@ log = logging.getLogger(__name__)
 def assemble(config: Config, resources: Resources, ranks: Ranks, callbacks: Mapping[str, Any] | None = None) -> Engine:
     """Return an engine: the model on its device, spread over the ranks, with its optimizers and losses.
 
-    In this order: construction, shapes of lazy modules, frozen parameters, a check of the loss, 8-bit matmuls,
-    activation checkpointing, compilation, sharding, optimizers. Draws the parameters from torch's generators. Raises
-    UserError for parts that do not fit together.
+    In this order: construction, shapes of lazy modules, frozen parameters, initial weights, a check of the loss, 8-bit
+    matmuls, activation checkpointing, compilation, sharding, optimizers. Draws the parameters from torch's generators.
+    Raises UserError for parts that do not fit together.
 
     Args:
         config: the run's.
@@ -59,6 +59,8 @@ def assemble(config: Config, resources: Resources, ranks: Ranks, callbacks: Mapp
     device = resources.device
     is_meta = resources.initial_device is None and ranks.world_size > 1 and config.parallel.fsdp.meta_init
     model = build_model(config, resources, is_meta)
+    if not is_meta:
+        load_initial_weights(config, resources, model, ranks)
     parameter_names = updates.names_of(config, model)
     for config_of_optimizer in config.by_optimizer():
         require_suited(Situation(config_of_optimizer, model, targets.knows_loss))
@@ -82,6 +84,7 @@ def assemble(config: Config, resources: Resources, ranks: Ranks, callbacks: Mapp
         ranks.disable_votes()
     if is_meta:
         _initialise_shards(config, strategy, ranks, device)
+        load_initial_weights(config, resources, model, ranks)
 
     rows = config.memory.loss_chunk
     return _kind_of_engine(config, targets)(

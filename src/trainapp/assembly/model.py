@@ -11,15 +11,21 @@ from torch import nn
 from trainapp.assembly.probe import lacks_gradients, recorded_gradients
 from trainapp.assembly.resolved_targets import ResolvedTargets
 from trainapp.assembly.resources import Resources
+from trainapp.checkpoint.checkpointer import weights_in
+from trainapp.checkpoint.directory import names_checkpoint, resolve
 from trainapp.config.schema import Config, Model
 from trainapp.config.targets import Spec, Written, construct
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
 from trainapp.losses.losses import CheckedTask, classification, next_token, unchecked
+from trainapp.models.adapters import base_of
 from trainapp.models.huggingface import require_documents_apart
 from trainapp.models.inspect import is_of_transformers, lazy_modules, untrained_modules, without_cache
+from trainapp.models.weights import load_tensors, load_weights
 from trainapp.optim import emulated_kernels
 from trainapp.optim.groups import match_names
+from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
+from trainapp.training.session import InitialWeights
 
 CONTEXT = "context_length"  # the size of a model and of the data that is a length of sequences
 log = logging.getLogger(__name__)
@@ -159,6 +165,35 @@ def _freeze(model: nn.Module, settings: Model) -> None:
         )
     for module in modules:
         module.eval()
+
+
+def load_initial_weights(config: Config, resources: Resources, model: nn.Module, ranks: Ranks) -> None:
+    """Load `model.init_from` into the model, whole or in shards, unless a checkpoint of the run will be restored. Sets
+    `resources.initial_weights`. Raises UserError for weights that do not fit.
+    """
+    source = config.model.init_from
+    if source is None or resources.resumes:
+        return
+    strict = config.model.init_strict
+    adapters_base = base_of(model)
+    names = {name for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    if names_checkpoint(source):
+        path = answered_by_rank_zero(ranks, lambda: resolve(source, "model.init_from"))
+        weights = weights_in(path, model)
+        # A checkpoint of adapters does not have the values of their base, which has been loaded from its source.
+        loaded_before = frozenset() if adapters_base is None else adapters_base.names.difference(weights)
+        names -= loaded_before
+        fresh_names = load_tensors(model, weights, strict, f"model.init_from={source}", loaded_before)
+        log.info("starting from the weights of %s", path)
+    elif adapters_base is None:
+        fresh_names = load_weights(model, source, strict)
+    else:  # a file has been loaded into the base already
+        resources.initial_weights = InitialWeights(source, None, len(adapters_base.names), [])
+        return
+    # Old files lack BatchNorm's counter, which matters only to `momentum=None`.
+    counted_names = [name for name in names if not name.endswith("num_batches_tracked")]
+    loaded = len(counted_names) - len(fresh_names)
+    resources.initial_weights = InitialWeights(source, loaded, len(counted_names), fresh_names)
 
 
 # --- sizes that the user has set, beside those of the data

@@ -24,7 +24,7 @@ from trainapp.parallel.ranks import Ranks
 from trainapp.rng import seed_everything
 from trainapp.state.snapshot import Snapshot
 from trainapp.state.stateful import Stateful
-from trainapp.training.session import EvalSets
+from trainapp.training.session import EvalSets, InitialWeights
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class Resources:
     samples_error: str = ""  # why there are none
     # Settings that were filled in from the data's `spec`, by their names, such as `model.num_classes`.
     filled: dict[str, Any] = field(default_factory=dict)
+    initial_weights: InitialWeights | None = None  # what was loaded from `model.init_from`
     # What was checked before the first step, with the outcome in words; or why it was not.
     checks: dict[str, str] = field(default_factory=dict)
 
