@@ -328,3 +328,18 @@ def test_a_longer_run_has_the_phases_of_its_length():
         after.set_rates(longer.param_groups, step)
         wanted.set_rates(whole.param_groups, step)
         assert longer.param_groups[0]["lr"] == pytest.approx(whole.param_groups[0]["lr"])
+
+
+class WithPhases(lr_scheduler.ConstantLR):
+    """Keeps an object of its own in its state."""
+
+    def __init__(self, optimizer):
+        self.phase = nn.Identity  # a class
+        super().__init__(optimizer)
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path):
+    chosen = (*runs.TINY, *MLP, "schedule._target_=test_schedules.WithPhases")
+    runs.closed(tmp_path / "unsaved", *chosen, "checkpointing=off")
+    with pytest.raises(UserError, match=r"the schedule's state\['scheduler'\]\['phase'\] is a builtins.type"):
+        runs.closed(tmp_path / "saved", *chosen)

@@ -10,7 +10,7 @@ from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
 from trainapp.checkpoint.optimizer_state import require_loadable
 from trainapp.checkpoint.state_dicts import stateful_values
-from trainapp.checkpoint.train_state import TrainState
+from trainapp.checkpoint.train_state import TrainState, schedule_values
 from trainapp.config.schema import Config
 from trainapp.hooks.callbacks import Callbacks, labels_of
 from trainapp.losses import losses
@@ -99,6 +99,9 @@ def session_of(config: Config, resources: Resources, stop: StopRequest, ranks: R
     if config.train.check_exactness:
         session.exactness_checks_left = (state.first_steps + exactness.STEPS - 1) * len(state.updates)
     session.schedule_rates()
+    if config.checkpointing.save and config.activity.trains:
+        for update in state.updates:
+            schedule_values(update)  # raises UserError now rather than at the first save
     return session
 
 

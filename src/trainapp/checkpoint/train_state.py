@@ -160,7 +160,7 @@ class TrainState:
             "class_names": self.class_names,
             "vocabulary": self.vocabulary,
             "filled": {setting: str(value) for setting, value in self.filled.items()},
-            "schedule": self._by_update([_schedule_values(update) for update in self.updates]),
+            "schedule": self._by_update([schedule_values(update) for update in self.updates]),
         }
 
     def _stateful_values(self, ranks: Ranks) -> list[dict[str, Any]]:
@@ -244,7 +244,8 @@ class TrainState:
             )
 
 
-def _schedule_values(update: Update) -> Any:
+def schedule_values(update: Update) -> Any:
+    """Return the state of an update's schedule as a checkpoint holds it. Raises UserError for one that it cannot."""
     return encoded(update.schedule.state_dict(), "the schedule's state")
 
 
