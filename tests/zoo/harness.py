@@ -221,11 +221,11 @@ LEFT: dict[str, tuple[Any, str, Callable[..., None]]] = {
 @contextlib.contextmanager
 def leaving(part: str) -> Iterator[None]:
     """A wrong variant of the transaction: what the failed attempt did to `part` stays after the rollback."""
-    roll_back = recovery.roll_back
+    undo_attempt = recovery.undo_attempt
 
     def forgetful(session: Session, failure: Failure) -> None:
         with mock.patch.object(*LEFT[part]):
-            roll_back(session, failure)
+            undo_attempt(session, failure)
 
-    with mock.patch.object(recovery, "roll_back", forgetful):
+    with mock.patch.object(recovery, "undo_attempt", forgetful):
         yield

@@ -100,12 +100,15 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _each_setting(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of all settings, as a user writes them. Arguments come last: one with the name of a
-    setting was written instead of it, see `claimed_settings`.
+    """Yield the names and values of all settings, as a user writes them. The order is that of the configuration: sweeps
+    keep digests.
     """
-    for key, value in sorted(values.items(), key=lambda item: item[0] == "arguments"):
+    arguments = values.get("arguments") or {}
+    for key, value in values.items():
         name = prefix + _AS_WRITTEN.get(key, key)
         if name in _NOT_COMPARED:
+            continue
+        if key in arguments:  # written instead of the setting of this name, see `claimed_settings`
             continue
         if key == "arguments":
             for argument, argument_value in value.items():
