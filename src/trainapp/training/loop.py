@@ -114,6 +114,7 @@ def grow_micro_batch(session: Session, context: UpdateContext, size_may_change: 
     sizes = session.sizes.train
     may_change = sizes.is_unvalidated or size_may_change
     was_searching = may_change and not sizes.search_has_ended
+
     grown = sizes.record_success(session.ranks, size_may_change)
     for bucket, size in grown.items():
         text = f"{size}{shape_suffix(sizes, bucket)}"

@@ -46,8 +46,13 @@ class Objective(NamedTuple):
         if config.objective != "auto":
             return cls.parsed(config.objective)
         prefix = f"{sets[0]}/" if sets and sets[0] else ""
-        by_task = cls("max", f"{prefix}accuracy") if class_dim(task) == 1 else cls("min", f"{prefix}loss")
-        return by_task if config.has_best else by_task._replace(direction=None)
+        if class_dim(task) == 1:
+            by_task = cls("max", f"{prefix}accuracy")
+        else:
+            by_task = cls("min", f"{prefix}loss")
+        if not config.has_best:
+            return by_task._replace(direction=None)
+        return by_task
 
     @classmethod
     def parsed(cls, setting: str) -> "Objective":
@@ -179,9 +184,12 @@ class Session:
         if is_first_of_step:
             self.step_metrics = {}
 
+        # A stream reads the step's samples here.
         step_number = progress.step + 1
         with self.meter.waiting():
             share = self.batches.share(progress)
+
+        # The last step is logged, wherever the run ends.
         is_last_step = self.limits.end_at(step_number, share.after[0])
         log_every = self.limits.log
         return UpdateContext(
