@@ -29,8 +29,8 @@ def explain_out_of_memory(config: Config, ranks: Ranks) -> Iterator[None]:
         reason = out_of_memory_in(error, refused_allocations() - refused_before)
         if reason is None:
             raise
-        kind = OutOfMemory if isinstance(ranks, SingleRank) else torch.OutOfMemoryError
-        raise kind(_message(config, reason)) from error
+        error_type = OutOfMemory if isinstance(ranks, SingleRank) else torch.OutOfMemoryError
+        raise error_type(_message(config, reason)) from error
 
 
 def _message(config: Config, reason: BaseException) -> str:
