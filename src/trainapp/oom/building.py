@@ -34,11 +34,13 @@ def explain_out_of_memory(config: Config, ranks: Ranks) -> Iterator[None]:
 
 
 def _message(config: Config, reason: BaseException) -> str:
-    limit = "" if config.memory.limit is None else f" (memory.limit={config.memory.limit})"
+    limit_text = ""
+    if config.memory.limit is not None:
+        limit_text = f" (memory.limit={config.memory.limit})"
     # The first line is always the same, so the launcher recognises that a restart does not help.
     return (
-        f"out of memory while building the run{limit}, before any batch, so that no micro-batch size can help: use "
-        "a smaller model, an optimizer with less state (optimizer=sgd optimizer.momentum=0 "
+        f"out of memory while building the run{limit_text}, before any batch, so that no micro-batch size can help: "
+        "use a smaller model, an optimizer with less state (optimizer=sgd optimizer.momentum=0 "
         "optimizer.nesterov=false) or parallel=fsdp on more devices, or free what other processes use\n"
         f"{type(reason).__name__}: {str(reason).strip()}"
     )

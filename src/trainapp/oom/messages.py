@@ -10,7 +10,8 @@ from trainapp.units import bytes_text
 
 def one_line(failure: Failure) -> str:
     """Return the failure in one line, for the terminal and the trackers."""
-    location = failure.place
+    # Where: the phase, the module, the update.
+    location = failure.location
     if failure.module:
         location += f" ({failure.module})"
     if failure.update:
@@ -22,6 +23,7 @@ def one_line(failure: Failure) -> str:
             f"({failure.message}): {recovery.action}"
         )
 
+    # What was asked for, what was in use, and what happens now.
     if failure.swallowed:
         location = "a library, which caught the error and may have used another algorithm,"
     text = f"out of memory at step {failure.step} in {location}"
@@ -50,7 +52,7 @@ def final_message(session: Session, failure: Failure) -> str:
 
     # Where the memory went, the largest category first.
     lines = [
-        f"out of memory in {failure.place} with {size_name} {failure.recovery.old_size}: {reason}.",
+        f"out of memory in {failure.location} with {size_name} {failure.recovery.old_size}: {reason}.",
         failure.message,
         f"{'limit':<18}{bytes_text(failure.limit):>12}",
     ]

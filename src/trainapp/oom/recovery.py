@@ -198,7 +198,7 @@ def _record(session: Session, failure: Failure) -> None:
     session.memory.dump(path.with_suffix(".snapshot.pickle"))
     session.tracker.text("out_of_memory", one_line(failure), failure.step)
     if failure.events:
-        title = f"out of memory at step {failure.step} in {failure.place}, micro-batch {failure.recovery.old_size}"
+        title = f"out of memory at step {failure.step} in {failure.location}, micro-batch {failure.recovery.old_size}"
         picture_path = path.with_suffix(".png")
         picture = Picture(failure.events, failure.categories, failure.limit, title, picture_path)
         session.tracker.queue_picture("out_of_memory", picture, failure.step)

@@ -93,7 +93,7 @@ class Failure:
     categories: dict[int, Category] = field(default_factory=dict, repr=False)  # by storage number
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """What asked for memory: a phase, or a category that is there before any."""
         return self.resident.label if self.resident else str(self.phase)
 
@@ -103,11 +103,11 @@ class Failure:
         is_size_independent = self.resident is not None or not self.phase.depends_on_size
         if self.requested is None and not is_size_independent:
             return None
-        place = f"{self.phase} {self.module}"
+        location = f"{self.phase} {self.module}"
         if self.accumulates:
-            place += " with gradients"
+            location += " with gradients"
         return FailedAllocation(
-            place,
+            location,
             self.samples,
             self.elements,
             self.requested or 0,
@@ -169,7 +169,7 @@ def describe(session: Session, error: BaseException, has_too_few: bool = False, 
     micro_batch = sizes_of_phase(session, phase).current
     is_evaluation_of_one_rank = phase is Phase.EVALUATE and not session.strategy.forward_is_collective
 
-    # What memory was used for. trainapp's own errors have the numbers; others only name them.
+    # What memory was used for. trainapp's own errors have the numbers as attributes, torch's in their text.
     used = getattr(error, "used", None) or memory.used()
     requested = getattr(error, "requested", None) or requested_bytes(str(error))
     category = getattr(error, "category", None)
@@ -270,11 +270,13 @@ def _by_category(
 
 def write(session: Session, failure: Failure) -> Path:
     """Write `oom/NNN_step_S.json`, with the rank if there are several. Return its path."""
+    # The fields of the failure and of its recovery, some of them under other names or in other forms.
     facts = {}
-    for name, value in (asdict(failure) | asdict(failure.recovery)).items():
+    fields = asdict(failure) | asdict(failure.recovery)
+    for name, value in fields.items():
         if name not in NOT_IN_FILES:
             facts[FILE_KEYS.get(name, name)] = value
-    facts["phase"] = failure.place
+    facts["phase"] = failure.location
     facts["trace"] = failure.trace.splitlines()
 
     name = f"{session.sizes.oom_restarts:03d}_step_{failure.step}"

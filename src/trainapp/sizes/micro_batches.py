@@ -24,7 +24,9 @@ class LargestRun(NamedTuple):
         # Nearly always the same, in every step: no new tuple.
         if self is NOTHING_RAN or self == other:
             return other
-        peak = self.peak.worst(other.peak) if self.peak else other.peak
+        peak = other.peak
+        if self.peak:
+            peak = self.peak.worst(other.peak)
         return LargestRun(max(self.samples, other.samples), max(self.elements, other.elements), peak)
 
 

@@ -135,10 +135,12 @@ def as_schedule(sizes_by_batch: Mapping[int, Mapping[int, int]]) -> dict[int, Sc
     schedule: dict[int, ScheduledSizes] = {}
     last: ScheduledSizes | None = None
     for batch_number, by_bucket in sorted(sizes_by_batch.items()):
+        # One number if all shapes have the same size.
         distinct_sizes = set(by_bucket.values())
         sizes: ScheduledSizes = dict(sorted(by_bucket.items()))
         if len(distinct_sizes) == 1:
             sizes = distinct_sizes.pop()
+
         if sizes != last:
             schedule[batch_number] = sizes
             last = sizes

@@ -136,7 +136,7 @@ class Snapshot:
         self._shards = find_shards(modules.values())
         self._structure = Structure(self._roots, self._objects, self._shards)
 
-        # What is learnt from the first steps.
+        # What is learnt of the forwards.
         self.written: list[str] = []
         self.changes: set[str] = set()
         self.lost: list[str] = []
@@ -202,6 +202,13 @@ class Snapshot:
                 elif isinstance(value, tuple):
                     constants.extend(map(memory_of, _kept_tensors(value)))
 
+        # In the first steps also what reveals writes that leave no trace.
+        checksums: dict[str, Tensor] = {}
+        fingerprints: list[dict[str, Any]] = []
+        if self._steps_to_verify:
+            checksums = self._checksums()
+            fingerprints = _fingerprints(structure)
+
         self._state = State(
             structure=structure,
             references=references,
@@ -210,8 +217,8 @@ class Snapshot:
             copies=copies,
             constants=self._copy_constants(constants),
             arrays=arrays,
-            checksums=self._checksums() if self._steps_to_verify else {},
-            fingerprints=_fingerprints(structure) if self._steps_to_verify else [],
+            checksums=checksums,
+            fingerprints=fingerprints,
         )
 
     @staticmethod
@@ -370,7 +377,8 @@ class Snapshot:
         with outside_dispatch_modes():
             for holder, old, new in zip(holder_names, values_before, values_now, strict=True):
                 for name in _changed_names(old, new, copies):
-                    changed.append(f"{holder}.{name}" if holder else name)
+                    whole_name = f"{holder}.{name}" if holder else name
+                    changed.append(whole_name)
         distinct = dict.fromkeys(changed)
         return [name for name in distinct if not _is_of_data(name)]
 
@@ -622,6 +630,7 @@ def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Return whether the value is plain, a tensor to restore, or a container of such values."""
     if isinstance(value, _PLAIN):
         return True
     if isinstance(value, Tensor):

@@ -94,6 +94,7 @@ class Stateful:
         return tasks
 
     def _add(self, member: "Member", kind: str) -> None:
+        """Add the owners that a member is: of a module its extra state and, outside of the model, its state dict."""
         value = member.value
         if isinstance(value, nn.Module):
             if has_extra_state(value):
@@ -227,7 +228,7 @@ def held_tensors(roots: Iterable[Any]) -> Iterator[Tensor]:
             tensors: list[Tensor] = []
             if isinstance(member.value, Tensor):
                 tensors.append(member.value)
-            elif isinstance(member.value, nn.Module) and not member.is_submodule:
+            elif isinstance(member.value, nn.Module) and not member.is_submodule:  # with those of its submodules
                 tensors.extend(member.value.parameters())
                 tensors.extend(member.value.buffers())
             for tensor in tensors:

@@ -207,7 +207,9 @@ class CachedGradients(Engine):
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss as it is: the cached gradients are scaled already."""
-        return loss if self._caches else super().scaled(loss)
+        if self._caches:
+            return loss
+        return super().scaled(loss)
 
     def _require_same(self, first_pass: list[Tensor], third_pass: list[Tensor]) -> None:
         """Raise UserError if pass 3 does not repeat pass 1: the gradients would belong to other embeddings. Reads

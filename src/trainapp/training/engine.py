@@ -55,6 +55,7 @@ class Totals:
         """
         if not real:
             return self
+        # Loss and count.
         new_loss = _summand(loss)
         if isinstance(self.loss, Tensor):  # skipped for the first: saves an operation per step
             new_loss = self.loss + new_loss
@@ -238,10 +239,10 @@ class Engine:
         """Return a context manager for forward and backward of a micro-batch, or its evaluation, in which random
         numbers belong to samples (`train.draws=per_sample`).
         """
-        if self.draws_by_sample:
-            work, key = self.draws_for
-            return SampleDraws(key, micro.positions, self.draw_record, work)
-        return contextlib.nullcontext()
+        if not self.draws_by_sample:
+            return contextlib.nullcontext()
+        work, key = self.draws_for
+        return SampleDraws(key, micro.positions, self.draw_record, work)
 
     @property
     def task(self) -> Task:
@@ -344,6 +345,8 @@ class Engine:
     def _clip_unscaled(self, totals: Totals) -> Tensor:
         # Comparing the type is faster than looking up a shard's attribute, which most gradients lack.
         gradients = [g if type(g) is Tensor else local(g) for g in self.gradients()]
+
+        # Of sharded gradients, each rank has a part of the norm.
         norm_here = gradient_norm(gradients, self.norm_dtype(totals))
         norm = self.strategy.grad_norm(norm_here)
 

@@ -140,6 +140,8 @@ def _totals_of_set(session: Session, name: str, batches: EvalBatches) -> Totals:
             keep = functools.partial(_keep, session, _per_sample_copies(session))
             each_micro_batch(session, fetched, compute, keep)
             current.complete = True
+
+        # The loss of embeddings compares all of them, so it comes after the last micro-batch.
         if current.embedded is None:
             return current.totals
         return _totals_of_embeddings(session, current.embedded, batches)
@@ -253,6 +255,7 @@ def _totals_with(session: Session, micro: MicroBatch) -> Totals:
     metric_sums = evaluate_metrics(metrics, session.metrics.names)
     if micro.real:
         session.metrics.update(metrics)
+
     # A copy: a loss that is a view would keep its micro-batch's tensors until the evaluation ends.
     return current.totals.plus(loss.clone(), count, metric_sums, micro.samples, micro.real)
 
@@ -350,7 +353,9 @@ def _totals_of_embeddings(session: Session, embedded: SetEmbeddings, batches: Ev
 
     Collective on the first call only, so that a retry may run on one rank.
     """
+    # The embeddings of all ranks, in global batches as in training.
     global_batches = embedded.gathered(session.ranks, batches.is_stream, session.config.batch.global_size)
+
     session.metrics.reset()  # drops results of an attempt that ran out of memory
     totals = Totals()
     for start, rows in global_batches:
@@ -378,11 +383,14 @@ def record_objective(session: Session, means: dict[str, float]) -> None:
     if metric not in means:  # only some batches may have it
         _note_missing_objective(session, means)
     value = means.get(metric, math.nan)
+
+    # The schedule may follow it.
     progress.objective = value
     if session.limits.evaluation_is_scheduled(progress):
         for update in session.state.updates:
             update.schedule.record_objective(value)
 
+    # The best so far selects a checkpoint.
     only_checks = session.config.activity.trains and progress.step == 0
     if direction is None or only_checks or not math.isfinite(value):
         return

@@ -100,7 +100,9 @@ def _act(session: Session, verdict: Verdict) -> None:
     if session.ranks.world_size > 1 and any_acts:
         verdicts = session.ranks.all_gather_object(verdict)
     failures = [verdict.failure for verdict in verdicts if verdict.failure]
-    session.callbacks.failure = failures[0] if failures else None
+    session.callbacks.failure = None
+    if failures:
+        session.callbacks.failure = failures[0]
     stops = [verdict.stop for verdict in verdicts if verdict.stop]
     if stops and progress.stopped is None:
         progress.stopped = stops[0]

@@ -74,6 +74,8 @@ def outcome(session: Session, totals: Totals) -> dict[str, Any]:
         results[f"the metric {name}"] = tuple(map(_bits, sums))
     for name, parameter in state.model.named_parameters():
         results[f"the gradient of model.{name}"] = _bits(parameter.grad)
+
+    # What forwards have written, in modules and in other objects with a state.
     modules = {"model": state.model, **state.stateful.modules}
     for root, module in modules.items():
         tensors = (*module.named_parameters(), *module.named_buffers())

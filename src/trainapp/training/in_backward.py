@@ -48,9 +48,11 @@ class InBackward(Engine):
         Raises UserError for a model that uses a parameter after its gradient is complete.
         """
         completes_gradients = micro.last and not self.only_compares
-        updating: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        updating: contextlib.AbstractContextManager[None]
         if completes_gradients:
             updating = self._updating()
+        else:
+            updating = contextlib.nullcontext()
         with updating:
             super().backward(loss, micro)
 

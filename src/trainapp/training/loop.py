@@ -96,6 +96,8 @@ def after_update(session: Session, context: UpdateContext, result: UpdateResult)
         events.draw_timeline(session)
     if not result.applied and result.totals.count == 0:
         events.warn_nothing_counts(session, context)
+
+    # The update is over: free its gradients, and let the ranks agree on what comes next.
     session.engine.drop_gradients()
     session.tracker.progress.advance(session.state.progress.step)
     flags = stopping.agreed_flags(session)
@@ -114,7 +116,6 @@ def grow_micro_batch(session: Session, context: UpdateContext, size_may_change: 
     sizes = session.sizes.train
     may_change = sizes.is_unvalidated or size_may_change
     was_searching = may_change and not sizes.search_has_ended
-
     grown = sizes.record_success(session.ranks, size_may_change)
     for bucket, size in grown.items():
         text = f"{size}{shape_suffix(sizes, bucket)}"

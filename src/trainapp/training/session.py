@@ -177,8 +177,10 @@ class Session:
 
     def _coming_update(self) -> UpdateContext:
         progress = self.state.progress
+
+        # Select the update, where a step has several.
         update = self.state.updates[progress.update]
-        if update.name:  # if there are several
+        if update.name:
             self.sizes.select_update(update.name)
         is_first_of_step = progress.update == 0
         if is_first_of_step:
