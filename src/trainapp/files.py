@@ -42,8 +42,9 @@ def checkpoint_name(step: int) -> str:
 
 def cache_directory(setting: str | None = None) -> Path:
     """Return `setting`, or $TRAINAPP_CACHE, or $XDG_CACHE_HOME/trainapp, or ~/.cache/trainapp. May not exist yet."""
-    if chosen := setting or os.environ.get("TRAINAPP_CACHE"):
-        return Path(chosen).expanduser()
+    folder = setting or os.environ.get("TRAINAPP_CACHE")
+    if folder:
+        return Path(folder).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "trainapp"
 
@@ -51,22 +52,30 @@ def cache_directory(setting: str | None = None) -> Path:
 def shown(path: Path) -> str:
     """Return the path as a user would type it, quoted."""
     start = Path(os.environ.get(CALLER) or Path.cwd())
-    return shlex.quote(os.path.relpath(path, start) if path.is_relative_to(start) else str(path))
+    text = str(path)
+    if path.is_relative_to(start):
+        text = os.path.relpath(path, start)
+    return shlex.quote(text)
 
 
 @contextlib.contextmanager
 def atomic_write(path: Path, mode: str = "w", sync: bool = False) -> Iterator[IO[Any]]:
-    """Yields a new file that replaces `path` when the block ends; after an error in the block, `path` is unchanged.
+    """Yield a new file that replaces `path` when the block ends; after an error in the block, `path` is unchanged.
 
     Several processes may write the same path at once: each has its own temporary file, and the last rename wins.
     A process that is killed inside the block leaves a file named `.tmp-*` next to `path`.
 
-    mode: "w" or "wb". sync: survive a power failure; waits for the disk, typically a few milliseconds. Raises OSError
-    if the file cannot be written.
+    Raises OSError if the file cannot be written.
+
+    Args:
+        path: the file to replace.
+        mode: "w" or "wb".
+        sync: survive a power failure; waits for the disk, typically a few milliseconds.
     """
     temporary = path.parent / f".tmp-{uuid.uuid4().hex}"
+    new_file_mode = mode.replace("w", "x")
     try:
-        with open(temporary, mode.replace("w", "x")) as file:
+        with open(temporary, new_file_mode) as file:
             yield file
             file.flush()
             if sync:
@@ -98,17 +107,21 @@ def each_json_line(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open() as file:
         for line in file:
-            with contextlib.suppress(ValueError):
-                if isinstance(facts := json.loads(line), dict):
-                    yield facts
+            try:
+                facts = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(facts, dict):
+                yield facts
 
 
 def json_object(path: Path) -> dict[str, Any]:
     """Return the object of a JSON file; empty if the file is missing or half written."""
-    with contextlib.suppress(OSError, ValueError):
-        if isinstance(found := json.loads(path.read_text()), dict):
-            return found
-    return {}
+    try:
+        facts = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def strict_json(value: Any, **options: Any) -> str:
@@ -123,14 +136,14 @@ def strict_json(value: Any, **options: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
+    """Return the value with None for each non-finite number, and a note next to those of an object."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        notes = {
-            f"{key}_note": str(float(item))
-            for key, item in value.items()
-            if isinstance(item, float) and not math.isfinite(item)
-        }
+        notes = {}
+        for key, item in value.items():
+            if isinstance(item, float) and not math.isfinite(item):
+                notes[f"{key}_note"] = str(float(item))
         return notes | {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]

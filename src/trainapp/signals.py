@@ -99,6 +99,8 @@ class StopRequest:
         if self._previous:
             self._handlers.enter_context(handled_by(self._repeat, (REPEAT,)))
             self._handlers.enter_context(_unraisable_stops_hidden())
+
+            # Python writes the number of each signal into the pipe, which the listener reads.
             reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
             self._outer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -110,11 +112,14 @@ class StopRequest:
         self._interrupt = None
         self._is_lost = False  # nothing is repeated from here on
         self._handlers.close()
+
+        # End the listener.
         if self._previous:
             signal.set_wakeup_fd(self._outer)
             os.write(self._writer, b"\0")  # ends the thread, once it has said what the signal does
             self._thread.join()
             os.close(self._writer)
+
         if self.signal and isinstance(error, Exception) and self.at_work().may_end:
             self.leave(self.signal)  # a peer that left closed its connection, or a library has wrapped `Interrupted`
 
@@ -151,7 +156,10 @@ class StopRequest:
         return Interrupted(status, number)
 
     def _status(self, number: int) -> int:
-        return TO_BE_CONTINUED if self.at_work().is_saved else 128 + number
+        """Return the exit status of a process that this signal ends."""
+        if self.at_work().is_saved:
+            return TO_BE_CONTINUED
+        return 128 + number
 
     def _note(self, number: int) -> None:
         """Note the first signal; called by the handler and by the thread, in any order."""
@@ -175,12 +183,15 @@ class StopRequest:
     def _raise_interrupt(self) -> None:
         """Raise what ends the work of the main thread: Interrupted, Stopped, or nothing if the work polls `heard`."""
         assert self.signal is not None, "without a signal"
+
         if self.at_work().may_end:
             error: BaseException = self._ending(self.signal)
         elif self.interrupts:
             error = Stopped()
         else:
             return
+
+        # Raise it, and watch whether it is freed on its way.
         self._is_lost = False
         self._interrupt = weakref.ref(error, self._note_lost)
         try:
@@ -199,7 +210,10 @@ class StopRequest:
         is_patient = True
         with open(reader, "rb", buffering=0) as pipe:
             while True:
-                readable, _, _ = select.select([pipe], [], [], REPEAT_AFTER if first else None)
+                timeout = REPEAT_AFTER if first else None
+                readable, _, _ = select.select([pipe], [], [], timeout)
+
+                # Time has passed since the first signal: has the main thread reacted?
                 if not readable:
                     self._repeat_if_needed()
                     if is_patient and time.monotonic() - first_at >= self.PATIENCE:
@@ -207,6 +221,8 @@ class StopRequest:
                         if self.at_work().may_end:
                             self._exit(first, "the main thread does not return")
                     continue
+
+                # A signal has come.
                 number = pipe.read(1)[0]
                 if number == 0:  # written by `__exit__`
                     return
@@ -233,12 +249,14 @@ class StopRequest:
         as `time.sleep`: then handlers run.
         """
         is_unhandled = self.signal is None
-        if (self._is_lost or is_unhandled) and (self.interrupts or self.at_work().may_end):
-            signal.pthread_kill(threading.main_thread().ident or 0, REPEAT)
+        has_not_arrived = self._is_lost or is_unhandled
+        if has_not_arrived and (self.interrupts or self.at_work().may_end):
+            main_thread = threading.main_thread().ident or 0
+            signal.pthread_kill(main_thread, REPEAT)
 
-    def _exit(self, number: int, why: str) -> NoReturn:
+    def _exit(self, number: int, reason: str) -> NoReturn:
         """End the process at once, from the thread."""
-        log.warning("%s: %s: leaving at once; lost: %s", named(number), why, self.at_work().lost)
+        log.warning("%s: %s: leaving at once; lost: %s", named(number), reason, self.at_work().lost)
         os._exit(self._status(number))
 
 
@@ -251,7 +269,8 @@ def handled_by(
     """
     previous_handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        previous_handlers = {int(number): signal.signal(number, handler) for number in numbers}
+        for to_handle in numbers:
+            previous_handlers[int(to_handle)] = signal.signal(to_handle, handler)
     try:
         yield previous_handlers
     finally:

@@ -99,8 +99,11 @@ class ForwardModuleTracker(ModuleTracker):
 
     def _hook(self, values: Any, function: Callable[..., None]) -> None:
         """Call the function when the first of the gradients is computed."""
-        tensors = [value for value in _pytree.tree_leaves(values) if isinstance(value, Tensor)]
-        if tensors := [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]:
+        tensors = []
+        for value in _pytree.tree_leaves(values):
+            if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
+                tensors.append(value)
+        if tensors:
             self._hooks.append(register_multi_grad_hook(tensors, function, mode="any"))
 
 
@@ -162,6 +165,7 @@ def release_failed_backward() -> None:
 
 def step_optimizer(optimizer: Optimizer) -> None:
     """Do `optimizer.step()`, without a profiler record if no profiler is active and no hooks are registered."""
+    # A `step` that is torch's wrapper around a method, and nothing that wants to see the step.
     method: Any = getattr(type(optimizer), "step", None)
     is_usual = getattr(method, "__code__", None) is _WRAPPER and "step" not in vars(optimizer)
     if not is_usual or _is_observed(optimizer):
@@ -305,22 +309,26 @@ def draws_numbers(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     """
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
-    arguments = operation._schema.arguments
-    place = next((place for place, own in enumerate(arguments) if own.name in ("dropout", "dropout_p")), None)
-    if place is None:
-        return True
-    return bool(args[place] if place < len(args) else kwargs.get(arguments[place].name, arguments[place].default_value))
+
+    # Its rate of dropout, if it has one: by position, by name, or the default.
+    for position, argument in enumerate(operation._schema.arguments):
+        if argument.name in ("dropout", "dropout_p"):
+            if position < len(args):
+                return bool(args[position])
+            return bool(kwargs.get(argument.name, argument.default_value))
+    return True
 
 
 # --- the loss scaler
 
 
 def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Per device, the flag that `scaler.unscale_(optimizer)` has just set: 1.0 if a gradient is not finite.
+    """Return, per device, the flag that `scaler.unscale_(optimizer)` has just set: 1.0 if a gradient is not finite.
 
     Shards of a gradient may overflow on only one rank, and GradScaler has no public way to share its flag.
     """
-    return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+    optimizer_state = scaler._per_optimizer_states[id(optimizer)]
+    return list(optimizer_state["found_inf_per_device"].values())
 
 
 def forget_unscaling(scaler: torch.amp.GradScaler) -> None:
@@ -332,7 +340,7 @@ def forget_unscaling(scaler: torch.amp.GradScaler) -> None:
 
 
 def rebuild_buckets(wrapper: nn.parallel.DistributedDataParallel) -> bool:
-    """Rearrange the buckets in the order of the first backward; returns whether it did. Collective.
+    """Rearrange the buckets in the order of the first backward. Return whether it did. Collective.
 
     DDP calls this once, at the start of the next forward. Nothing else reveals when it has allocated new buckets.
     """
@@ -364,7 +372,9 @@ def sharded_muon_updates() -> Any:
 
     def sharded(gradient: Any, *settings: Any) -> Any:
         update: Any = orthogonal(gradient, *settings)
-        return update.redistribute(placements=gradient.placements) if is_shard(gradient) else update
+        if not is_shard(gradient):
+            return update
+        return update.redistribute(placements=gradient.placements)
 
     return mock.patch.object(torch.optim._muon, orthogonal.__name__, sharded)
 
@@ -423,8 +433,10 @@ def fsdp_collectives() -> tuple[type, type]:
 
 def record_memory_history(max_entries: int | None) -> None:
     """Record allocations with their Python stacks, the last `max_entries` of them; None stops recording."""
-    started: dict[str, Any] = {"max_entries": max_entries, "context": "alloc", "stacks": "python"}
-    torch.cuda.memory._record_memory_history(**{"enabled": None} if max_entries is None else started)
+    options: dict[str, Any] = {"enabled": None}
+    if max_entries is not None:
+        options = {"max_entries": max_entries, "context": "alloc", "stacks": "python"}
+    torch.cuda.memory._record_memory_history(**options)
 
 
 def memory_snapshot(device: torch.device) -> dict[str, Any]:
@@ -470,11 +482,12 @@ def asked_before_restarts(decide: Callable[[], Restart]) -> Iterator[None]:
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)
             if result.is_failed():
+                # The launcher restarts the workers if restarts remain, and counts down.
                 decision = decide()
                 if decision is Restart.REFUSED:
                     self._remaining_restarts = 0
                 elif decision is Restart.FREE:
-                    # raise both: their difference is the workers' TORCHELASTIC_RESTART_COUNT
+                    # Raise both: their difference is the workers' TORCHELASTIC_RESTART_COUNT.
                     worker_group.spec.max_restarts += 1
                     self._remaining_restarts += 1
             return result

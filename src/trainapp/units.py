@@ -10,31 +10,41 @@ from typing import Any
 from trainapp.errors import UserError
 
 DURATIONS = ("steps", "epochs", "samples", "percent")  # of the run; all are converted to steps, as in big_vision
+_DURATION_NAMES = {"epoch": "epochs", "": "steps", "step": "steps", "sample": "samples"}  # other spellings
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*")
 _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|secs?|seconds?|m|mins?|minutes?|h|hours?|d|days?)(?![a-z])\s*")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*")
+_BYTES = {
+    "": 1, "b": 1,
+    "kib": 1024, "mib": 1024**2, "gib": 1024**3, "tib": 1024**4,
+    "kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4,
+}  # fmt: skip
 
 
 def parse_memory_size(value: int | float | str, total: int) -> int:
-    """Bytes of a size: `8589934592`, `8GiB`, `500MB`, or a fraction of `total` (bytes) such as 0.5.
+    """Return the bytes of a size: `8589934592`, `8GiB`, `500MB`, or a fraction of `total` (bytes) such as 0.5.
 
     Raises a ValueError that states the rule for anything else.
     """
     rule = "must be bytes, a size such as 8GiB or 500MB, or a fraction of the device between 0 and 1"
-    units = {"": 1, "b": 1} | {
-        f"{prefix}{suffix}": base**power
-        for power, prefix in enumerate("kmgt", start=1)
-        for suffix, base in (("ib", 1024), ("b", 1000))
-    }
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", str(value).lower())
-    if isinstance(value, bool) or not match or match[2] not in units:
+    match = _SIZE.fullmatch(str(value).lower())
+    if isinstance(value, bool) or not match or match[2] not in _BYTES:
         raise ValueError(rule)
-    amount, unit = float(match[1]), match[2]
-    if not unit and 0 < amount <= 1 and not isinstance(value, int):
+    amount = float(match[1])
+    unit = match[2]
+
+    # Without a unit: a fraction, or whole bytes. The integer 1 is a byte.
+    is_fraction = not unit and 0 < amount <= 1 and not isinstance(value, int)
+    if is_fraction:
         return int(amount * total)
-    if amount * units[unit] < 1 or (not unit and not amount.is_integer()):
+    if not unit and not amount.is_integer():
         raise ValueError(rule)
-    return int(amount * units[unit])
+
+    size = amount * _BYTES[unit]
+    if size < 1:
+        raise ValueError(rule)
+    return int(size)
 
 
 @dataclass(frozen=True)
@@ -49,17 +59,19 @@ class RunLength:
 def parse_duration(value: int | str) -> tuple[float, str]:
     """Return `(amount, unit)` of a duration. Raises ValueError for anything else."""
     if isinstance(value, int) and not isinstance(value, bool):
-        amount, unit = float(value), "steps"
+        amount = float(value)
+        unit = "steps"
     else:
         match = _DURATION.fullmatch(str(value))
         unit = match[2] if match else "none"
-        unit = {"epoch": "epochs", "": "steps", "step": "steps", "sample": "samples"}.get(unit, unit)
+        unit = _DURATION_NAMES.get(unit, unit)
         if not match or unit not in DURATIONS:
             raise ValueError(
                 "must be a number of steps, or like '2 epochs', '10000 samples', '5 percent'; every.save may also be a "
                 "time, like '20 minutes'"
             )
         amount = float(match[1])
+
     if amount < 0:
         raise ValueError("must not be negative")
     if unit == "percent" and amount > 100:
@@ -68,10 +80,13 @@ def parse_duration(value: int | str) -> tuple[float, str]:
 
 
 def parse_time(value: int | str | None) -> float | None:
-    """Seconds of a time: `11h50m`, `90 minutes`, `1.5 hours`, `45s`, `2 days`. None for anything else."""
+    """Return the seconds of a time: `11h50m`, `90 minutes`, `1.5 hours`, `45s`, `2 days`. None for anything else."""
     if not isinstance(value, str) or _TIME.sub("", value):
         return None
-    return sum(float(amount) * _SECONDS[unit[0]] for amount, unit in _TIME.findall(value)) or None
+    seconds = 0.0
+    for amount, unit in _TIME.findall(value):
+        seconds += float(amount) * _SECONDS[unit[0]]
+    return seconds or None
 
 
 def to_steps(setting: str, value: int | str | None, run: RunLength) -> int:
@@ -92,16 +107,20 @@ def to_steps(setting: str, value: int | str | None, run: RunLength) -> int:
         steps = amount / run.global_size
     else:
         steps = amount
-    return max(1, math.floor(steps + 0.5)) if amount > 0 else 0
+    if amount == 0:
+        return 0
+    return max(1, math.floor(steps + 0.5))
 
 
 def bytes_text(count: float) -> str:
     """Return a number of bytes in words: '1.5 KiB' for 1536."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+    if abs(count) < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB"):
         count /= 1024
-    raise AssertionError("unreachable")
+        if abs(count) < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} GiB"
 
 
 def plural(count: int, noun: str) -> str:
@@ -112,11 +131,14 @@ def plural(count: int, noun: str) -> str:
 def listed(names: Iterable[str], most: int = 3) -> str:
     """Return a list in words: 'a, b, c and 2 more'."""
     names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Return the values in nested dicts by dotted name. An empty dict is a value."""
+    """Yield the values in nested dicts by dotted name. An empty dict is a value."""
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
@@ -127,5 +149,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def suggest(word: str, choices: Iterable[str]) -> str:
     """Return `; did you mean 'depth'?`, or "" if no choice is close."""
-    close = difflib.get_close_matches(word, list(choices), n=1)
-    return f"; did you mean '{close[0]}'?" if close else ""
+    close_matches = difflib.get_close_matches(word, list(choices), n=1)
+    if not close_matches:
+        return ""
+    return f"; did you mean '{close_matches[0]}'?"

@@ -77,9 +77,12 @@ class Checkpointer:
             return
         self.finish()
         self.has_saved = True
+
         values = self.state.values(self.ranks) | {"sizes": sizes}
         tensors = self.state.tensors(values)
         self._warn_of_not_saved()
+
+        # Write them: now, or from copies while training continues.
         folder = self.directory.begin(step)
         if self.asynchronous:
             copies = shards.copy_to_host(tensors, folder)
@@ -97,15 +100,18 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Wait for the checkpoint in the background, if any, and commit it. Collective. Raises the errors of `save`."""
-        if self.pending is not None and self.directory is not None:
-            pending = self.pending
-            self.pending = None
-            self.directory.commit(pending.step, pending.files.result, pending.config, pending.is_best)
-            self.committed_at = pending.step
+        pending = self.pending
+        if pending is None or self.directory is None:
+            return
+        self.pending = None  # also after an error: it is not committed twice
+        self.directory.commit(pending.step, pending.files.result, pending.config, pending.is_best)
+        self.committed_at = pending.step
 
     def newest_name(self) -> str | None:
         """Return the newest checkpoint's path, not verified, or None."""
-        return None if self.directory is None else self.directory.newest_name()
+        if self.directory is None:
+            return None
+        return self.directory.newest_name()
 
     def _warn_of_not_saved(self) -> None:
         """Warn once: a resume starts from the initial values of what a run changes outside of state dicts."""
@@ -129,7 +135,10 @@ class Checkpointer:
         paths = list(folder.glob(f"__{self.ranks.rank}_*"))
         if self.ranks.is_rank_zero:
             torch.save(values, folder / VALUES)
-            paths += [folder / shards.METADATA, folder / VALUES]
+            paths.append(folder / shards.METADATA)
+            paths.append(folder / VALUES)
+
+        # They must be on the disk before the checkpoint gets its name.
         for path in paths:
             fsync(path)
         fsync(folder)
@@ -144,12 +153,16 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
     """
     values = load_values(path)
     sizes = shards.sizes(path)
+
+    # Tensors are read in place, into memory that fits them.
     with misfits_named(path):
         state.follow(values, sizes)
         tensors = state.tensors(values, sizes)
     shards.read(tensors, path, ranks.saving_group, hint=changed_sizes(state.filled, values))
     if not tensors.get("average"):
         state.average.start_at_weights()
+
+    # Then everything else.
     with misfits_named(path):
         state.load_values(values)
     state.load_stateful(values["stateful"], ranks)
@@ -169,14 +182,24 @@ def restore_model(model: nn.Module, path: Path, filled: Mapping[str, Any]) -> di
     sizes = shards.sizes(path)
     model_state = ModelState(model)
     model_values = values["model_values"]
+
+    # The model as it was trained.
     with misfits_named(path):
         adapters.require_same_base(model, values["base"])
         tensors = {"model": model_state.tensors(model_values), "buffers": model_state.buffers(sizes)}
     shards.read(tensors, path, None, hint=changed_sizes(filled, values))
     with misfits_named(path):
         model_state.load_values(model_values)
-    averaged = {name: p.detach() for name, p in model.named_parameters() if f"average.{name}" in sizes}
-    shards.read({"average": averaged} if averaged else {}, path, None)
+
+    # The average in place of its parameters, if there is one.
+    averaged = {}
+    for name, parameter in model.named_parameters():
+        if f"average.{name}" in sizes:
+            averaged[name] = parameter.detach()
+    if averaged:
+        shards.read({"average": averaged}, path, None)
+
+    # The states of other owners: those of rank 0.
     state_dicts.load_stateful(Stateful(model=model), values["stateful"][0])
     return values
 
@@ -189,6 +212,8 @@ def weights_in(path: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     """
     with misfits_named(path):
         adapters.require_same_base(model, load_values(path)["base"])
+
+    # Choose what to read for each name of the model's state dict.
     sizes = shards.sizes(path)
     saved_names = {}
     for saved_name in sizes:
@@ -196,6 +221,7 @@ def weights_in(path: Path, model: nn.Module) -> dict[str, torch.Tensor]:
         if part == "model":
             average = f"average.{name}"
             saved_names[name] = average if average in sizes else saved_name
+
     tensors = {}
     for saved_name in saved_names.values():
         shape, dtype = sizes[saved_name]

@@ -84,6 +84,8 @@ def choose(run_a: Path, run_b: Path, which: int | str | None) -> tuple[Path, Pat
         return _best(run_a), _best(run_b)
     if isinstance(which, int):
         return _of_step(run_a, which), _of_step(run_b, which)
+
+    # The newest of a step that both have.
     names_of_b = [path.name for path in checkpoints_in(run_b / CHECKPOINTS)]
     for checkpoint_a in checkpoints_in(run_a / CHECKPOINTS):
         checkpoint_b = run_b / CHECKPOINTS / checkpoint_a.name
@@ -97,11 +99,13 @@ def _best(run: Path) -> Path:
 
 
 def _of_step(run: Path, step: int) -> Path:
+    setting = f"trainapp diff --step {step}"
     checkpoints = {step_of(path): path for path in checkpoints_in(run / CHECKPOINTS)}
     if step not in checkpoints:
-        steps = listed([str(number) for number in sorted(checkpoints)], most=9) or "none"
-        raise UserError(f"trainapp diff --step {step}: {run} has no checkpoint of this step; it has: {steps}")
-    return resolve(str(checkpoints[step]), f"trainapp diff --step {step}: RUN")
+        steps = [str(available) for available in sorted(checkpoints)]
+        steps_text = listed(steps, most=9) or "none"
+        raise UserError(f"{setting}: {run} has no checkpoint of this step; it has: {steps_text}")
+    return resolve(str(checkpoints[step]), f"{setting}: RUN")
 
 
 def _are_good(*paths: Path) -> bool:
@@ -120,15 +124,23 @@ def compare(a: Path, b: Path) -> CheckpointDifference:
     """Compare two verified checkpoints, a part at a time. Raises UserError for one that cannot be read."""
     sizes_of_a = shards.sizes(a)
     sizes_of_b = shards.sizes(b)
-    difference = CheckpointDifference((read_manifest(a)["step"], read_manifest(b)["step"]))
-    difference.only_in_a = sorted(filter(_is_weight, sizes_of_a.keys() - sizes_of_b.keys()))
-    difference.only_in_b = sorted(filter(_is_weight, sizes_of_b.keys() - sizes_of_a.keys()))
+    steps = (read_manifest(a)["step"], read_manifest(b)["step"])
+    difference = CheckpointDifference(steps)
 
+    # Weights that only one has.
+    only_in_a = sizes_of_a.keys() - sizes_of_b.keys()
+    only_in_b = sizes_of_b.keys() - sizes_of_a.keys()
+    difference.only_in_a = sorted(filter(_is_weight, only_in_a))
+    difference.only_in_b = sorted(filter(_is_weight, only_in_b))
+
+    # Weights that both have, in different shapes.
     common = [name for name in sizes_of_a if name in sizes_of_b]
     with_one_shape = [name for name in common if sizes_of_a[name][0] == sizes_of_b[name][0]]
-    for name in sorted(set(common).difference(with_one_shape)):
-        if _is_weight(name):
-            difference.shapes.append((name, _shape_text(sizes_of_a, name), _shape_text(sizes_of_b, name)))
+    with_two_shapes = set(common).difference(with_one_shape)
+    for name in sorted(filter(_is_weight, with_two_shapes)):
+        difference.shapes.append((name, _shape_text(sizes_of_a, name), _shape_text(sizes_of_b, name)))
+
+    # An optimizer's tensor that cannot be compared makes the optimizers different.
     not_comparable = (sizes_of_a.keys() | sizes_of_b.keys()).difference(with_one_shape)
     difference.has_equal_optimizer = all(_is_weight(name) for name in not_comparable)
 
@@ -148,7 +160,7 @@ def _shape_text(sizes: Sizes, name: str) -> str:
 def _compare_tensors(
     difference: CheckpointDifference, a: Path, b: Path, names: Sequence[str], sizes_of_a: Sizes, sizes_of_b: Sizes
 ) -> None:
-    """Compare the tensors of these names, which have one shape."""
+    """Compare the tensors of these names, each of one shape in both."""
     total = _Distance()
     for part in _parts(names, sizes_of_a, sizes_of_b):
         tensors_of_a = _read(a, part, sizes_of_a)
@@ -157,9 +169,13 @@ def _compare_tensors(
             tensor_of_a = tensors_of_a[name]
             tensor_of_b = tensors_of_b[name]
             is_equal = _has_equal_bits(tensor_of_a, tensor_of_b)
+
+            # Of the optimizer's, only whether they are equal.
             if not _is_weight(name):
                 difference.has_equal_optimizer &= is_equal
                 continue
+
+            # Equal weights count in the norms of all weights.
             distance = _Distance()
             distance.measure(tensor_of_a, tensor_of_b)
             if is_equal:
@@ -195,8 +211,9 @@ def _parts(names: Sequence[str], sizes_of_a: Sizes, sizes_of_b: Sizes) -> Iterat
     part: list[str] = []
     bytes_of_part = 0
     for name in names:
-        shape, dtype = sizes_of_a[name]
-        size = shape.numel() * max(dtype.itemsize, sizes_of_b[name][1].itemsize)
+        shape, dtype_of_a = sizes_of_a[name]
+        _, dtype_of_b = sizes_of_b[name]
+        size = shape.numel() * max(dtype_of_a.itemsize, dtype_of_b.itemsize)
         if part and bytes_of_part + size > _AT_ONCE:
             yield part
             part = []
@@ -209,7 +226,10 @@ def _parts(names: Sequence[str], sizes_of_a: Sizes, sizes_of_b: Sizes) -> Iterat
 
 def _read(path: Path, names: Sequence[str], sizes: Sizes) -> dict[str, Tensor]:
     """Read tensors, whole, into host memory."""
-    tensors = {name: torch.empty(sizes[name][0], dtype=sizes[name][1]) for name in names}
+    tensors = {}
+    for name in names:
+        shape, dtype = sizes[name]
+        tensors[name] = torch.empty(shape, dtype=dtype)
     shards.fill(tensors, path, no_dist=True)
     return tensors
 
@@ -235,6 +255,8 @@ class _Distance:
     def measure(self, a: Tensor, b: Tensor) -> None:
         """Add two tensors of one shape, in 64 bits."""
         wide = torch.complex128 if a.is_complex() else torch.float64
+
+        # In parts: the tensors in 64 bits would take several times their memory.
         parts_of_a = a.reshape(-1).split(_WIDE_AT_ONCE)
         parts_of_b = b.reshape(-1).split(_WIDE_AT_ONCE)
         for part_of_a, part_of_b in zip(parts_of_a, parts_of_b, strict=True):
@@ -242,9 +264,15 @@ class _Distance:
                 continue
             values_of_a = part_of_a.to(wide)
             values_of_b = part_of_b.to(wide)
+
+            # The largest distance; inf where only one value is finite.
             distances = (values_of_a - values_of_b).abs()
             largest = float(distances.max())
-            self.largest = max(self.largest, largest if math.isfinite(largest) else math.inf)
+            if not math.isfinite(largest):
+                largest = math.inf
+            self.largest = max(self.largest, largest)
+
+            # For 2-norms.
             self.squares += float(distances.square().sum())
             self.squares_of_a += float(values_of_a.abs().square().sum())
             self.squares_of_b += float(values_of_b.abs().square().sum())
@@ -263,11 +291,14 @@ class _Distance:
             return 0.0
         if not math.isfinite(self.squares + self.squares_of_a + self.squares_of_b):
             return math.inf
-        return math.sqrt(self.squares / max(self.squares_of_a, self.squares_of_b))
+        larger_square = max(self.squares_of_a, self.squares_of_b)
+        return math.sqrt(self.squares / larger_square)
 
 
 def _tensor_difference(name: str, a: Tensor, b: Tensor, distance: _Distance) -> TensorDifference:
-    dtypes = None if a.dtype == b.dtype else (_dtype_name(a), _dtype_name(b))
+    dtypes = None
+    if a.dtype != b.dtype:
+        dtypes = (_dtype_name(a), _dtype_name(b))
     return TensorDifference(name, distance.largest, distance.relative, dtypes)
 
 

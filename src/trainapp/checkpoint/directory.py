@@ -90,6 +90,8 @@ class CheckpointDirectory:
         temporary = self._temporary(step)
         final = self.folder / checkpoint_name(step)
         write_manifest(temporary, manifest)
+
+        # The name appears at once, with all files; a former checkpoint of this name makes way.
         former = None
         if os.path.lexists(final):  # saved before the step's evaluation was repeated
             former = _hide(final)
@@ -97,6 +99,7 @@ class CheckpointDirectory:
         fsync(self.folder)
         if former is not None:
             _delete(former)
+
         if is_best:
             with atomic_write(self.folder / BEST, sync=True) as file:
                 file.write(final.name + "\n")
@@ -118,6 +121,7 @@ class CheckpointDirectory:
 
     def _on_all_ranks(self, step: int, work: Callable[[], T]) -> list[T]:
         """Return every rank's result of `work`. Collective. Raises TrainingStopped as `commit`."""
+        # No rank may leave before the others: errors are exchanged like results.
         result = None
         refusal = None
         try:
@@ -125,14 +129,17 @@ class CheckpointDirectory:
         except (OSError, RuntimeError, CheckpointException) as error:
             refusal = _refusal(error, self.ranks)
         by_rank = self.ranks.all_gather_object((result, refusal))
+
+        # After an error on any, all give up: rank 0 removes the unfinished folder.
         refusals = [text for _, text in by_rank if text]
         if refusals:
             if self.ranks.is_rank_zero:
                 with contextlib.suppress(OSError):
                     _delete(self._temporary(step))
+            last_good = self.newest_name() or "none"
             raise TrainingStopped(
                 f"the checkpoint of step {step} could not be written to {self.folder}: {refusals[0]}; "
-                f"the last good one is {self.newest_name() or 'none'}"
+                f"the last good one is {last_good}"
             )
         return [result for result, _ in by_rank]
 
@@ -151,12 +158,15 @@ class CheckpointDirectory:
     def newest_name(self) -> str | None:
         """Return the newest checkpoint's path, not verified, or None."""
         checkpoints = checkpoints_in(self.folder)
-        return str(checkpoints[0]) if checkpoints else None
+        if not checkpoints:
+            return None
+        return str(checkpoints[0])
 
     def best(self) -> Path | None:
         """Return the best checkpoint by the objective, not verified, or None."""
         try:
-            path = self.folder / (self.folder / BEST).read_text().strip()
+            name = (self.folder / BEST).read_text().strip()
+            path = self.folder / name
             return path if _is_checkpoint(path) else None
         except OSError:
             return None
@@ -176,7 +186,8 @@ class CheckpointDirectory:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, newest first, including damaged ones. Other files are ignored."""
-    return sorted(filter(_is_checkpoint, folder.glob("step_*")), key=step_of, reverse=True)
+    checkpoints = filter(_is_checkpoint, folder.glob("step_*"))
+    return sorted(checkpoints, key=step_of, reverse=True)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -187,7 +198,9 @@ def step_of(checkpoint: Path) -> int:
 def names_checkpoint(value: str) -> bool:
     """Return whether the value is the path of a run directory, of a checkpoint, or of a run's `checkpoints/best`."""
     path = Path(value).expanduser()
-    return (path / CHECKPOINTS).is_dir() or (path / MANIFEST).is_file() or (path.name == BEST and path.is_file())
+    is_run_dir = (path / CHECKPOINTS).is_dir()
+    is_checkpoint = (path / MANIFEST).is_file()
+    return is_run_dir or is_checkpoint or (path.name == BEST and path.is_file())
 
 
 def resolve(value: str, setting: str = "checkpointing.resume") -> Path:
@@ -210,6 +223,8 @@ def resolve(value: str, setting: str = "checkpointing.resume") -> Path:
                 "directory (of load, which='last')"
             )
         raise UserError(message)
+
+    # The file that names the best checkpoint, or a checkpoint.
     if path.is_file() and path.name == BEST:
         best = CheckpointDirectory(path.parent.parent).best()
         if best is None:
@@ -220,6 +235,8 @@ def resolve(value: str, setting: str = "checkpointing.resume") -> Path:
         if problem is not None:
             raise UserError(f"{name}: this checkpoint {problem}")
         return path
+
+    # A run directory, or the folder of its checkpoints.
     run_dir = path.parent if path.name == CHECKPOINTS else path
     newest = CheckpointDirectory(run_dir).newest()
     if newest is None:
@@ -229,7 +246,10 @@ def resolve(value: str, setting: str = "checkpointing.resume") -> Path:
 
 def describe(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """Return size in bytes and SHA-256 of each file, by name."""
-    return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in paths}
+    description = {}
+    for path in paths:
+        description[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return description
 
 
 def damage(path: Path) -> str | None:
@@ -269,10 +289,13 @@ def _is_checkpoint(path: Path) -> bool:
 
 def _refusal(error: BaseException, ranks: Ranks) -> str:
     """Return why a disk refused a write, and on which rank. Raises `error` if it has another cause."""
+    # The error itself, and the rank that met it.
     rank = ranks.rank
     if isinstance(error, CheckpointException):  # raised on every rank, whichever failed
         rank, failure = next(iter(error.failures.items()))
         error = failure[0]  # beside its traceback
+
+    # torch reports a failed write as a RuntimeError with such words.
     prefix = f"rank {rank}: " if ranks.world_size > 1 else ""
     text = str(error).strip()
     if isinstance(error, OSError):

@@ -39,8 +39,11 @@ def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     for group in optimizer.param_groups:
         options = {}
         for name, value in group.items():
-            if name not in _SET_IN_EVERY_STEP:
-                options[name] = copy.deepcopy(value) if isinstance(value, _MUTABLE) else value
+            if name in _SET_IN_EVERY_STEP:
+                continue
+            if isinstance(value, _MUTABLE):
+                value = copy.deepcopy(value)
+            options[name] = value
         options_by_group.append(options)
     return options_by_group
 
@@ -65,14 +68,18 @@ def optimizer_values(
         optimizer: the optimizer.
         built_options: the `group_options` of the newly built optimizer.
     """
+    # The state of each parameter: only the keys of its tensors, which are saved elsewhere, and its other values.
     tensor_keys = {}
     values_by_name = {}
     for name, state in _state_by_name(model, optimizer).items():
         tensor_keys[name] = list(_tensors_in(state))
         values = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
         values_by_name[name] = encoded(values, f"optimizer.state[{name!r}]")
+
+    # State that belongs to no parameter.
     shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
 
+    # Which parameters are in which group.
     parameter_names = _names_by_id(model)
     members = []
     for group in optimizer.param_groups:
@@ -102,7 +109,9 @@ def _changed_options(optimizer: torch.optim.Optimizer, built_options: list[dict[
 def _is_equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)
-    return a is b or (type(a) is type(b) and bool(np.all(a == b)))
+    if a is b:
+        return True
+    return type(a) is type(b) and bool(np.all(a == b))
 
 
 # --- loading
@@ -127,8 +136,13 @@ def prepare_optimizer(
             f"it was saved with {saved['kind']}, but this run has {_kind(optimizer)}; use that one, or start a new "
             "run from the weights alone with model.init_from=RUN"
         )
-    if len(optimizer.state) < sum(len(group["params"]) for group in optimizer.param_groups):
+
+    # Let it allocate its state, in its own dtypes and on its own devices, where it does so in its first step.
+    parameter_count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if len(optimizer.state) < parameter_count:
         step_without_effect(optimizer)
+
+    # Give each parameter the saved values, and tensors to read the saved ones into.
     for name, parameter in model.named_parameters():
         fresh_state = optimizer.state.pop(parameter, {})
         if name in saved["state"]:  # otherwise it had no gradient yet
@@ -139,6 +153,7 @@ def prepare_optimizer(
                     shape, dtype = sizes[tensor_name]
                     state[key] = _tensor_to_fill(fresh_state.get(key), shape, dtype, parameter)
             optimizer.state[parameter] = state
+
     optimizer.state.update(decoded(saved["shared"]))
     _load_options(model, optimizer, saved)
 
@@ -160,6 +175,7 @@ def _load_options(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dic
     for names, changed in zip(saved["members"], saved["groups"], strict=True):
         for name in names:
             changed_by_name[name] = changed
+
     parameter_names = _names_by_id(model)
     for group in optimizer.param_groups:
         first_parameter = group["params"][0]
@@ -174,6 +190,7 @@ def _state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     """Return the optimizer's state by parameter name. Raises UserError for a parameter that is not the model's."""
     parameter_names = _names_by_id(model)
     states = {key: state for key, state in optimizer.state.items() if isinstance(key, Tensor)}
+
     foreign = [parameter for parameter in states if id(parameter) not in parameter_names]
     if foreign:
         raise UserError(
@@ -196,4 +213,6 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
     """Return the optimizer's class, and the form of its state if that is not plain values."""
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     state_form = getattr(optimizer, "state_form", "")
-    return f"{kind} ({state_form})" if state_form else kind
+    if state_form:
+        kind += f" ({state_form})"
+    return kind

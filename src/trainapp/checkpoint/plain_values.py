@@ -30,6 +30,7 @@ def encoded(value: Any, name: str) -> Any:
         value: any value.
         name: the value's name, for the message.
     """
+    # Leaves
     kind = type(value)
     if kind in _LEAVES or (kind is bytes and value):  # `torch.load` rejects empty ones
         return value
@@ -38,6 +39,8 @@ def encoded(value: Any, name: str) -> Any:
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
         key = _ARRAY if kind is np.ndarray else _SCALAR
         return {key: torch.from_numpy(np.array(value, order="C"))}
+
+    # Containers
     if kind in _DICTS:
         items = {}
         for key, item in value.items():
@@ -46,6 +49,7 @@ def encoded(value: Any, name: str) -> Any:
         return kind(items)
     if kind in _SEQUENCES:
         return kind(encoded(item, f"{name}[{index}]") for index, item in enumerate(value))
+
     raise UserError(
         f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: it takes tensors, "
         "NumPy arrays, numbers, strings, None, and dicts, lists, tuples and sets of them; convert it, or set "
@@ -61,13 +65,17 @@ def decoded(saved: Any, device: torch.device | None = None) -> Any:
         device: device to move tensors to; None: tensors are not copied.
     """
     if isinstance(saved, Tensor):
-        return saved if device is None else saved.to(device)
+        if device is None:
+            return saved
+        return saved.to(device)
     if isinstance(saved, dict):
+        # One that stands for a NumPy value, or an ordinary one.
         if len(saved) == 1 and saved.get(_ARRAY) is not None:
             return saved[_ARRAY].numpy()
         if len(saved) == 1 and saved.get(_SCALAR) is not None:
             return saved[_SCALAR].numpy()[()]
-        return type(saved)({key: decoded(item, device) for key, item in saved.items()})
+        items = {key: decoded(item, device) for key, item in saved.items()}
+        return type(saved)(items)
     if type(saved) in _SEQUENCES:
         return type(saved)(decoded(item, device) for item in saved)
     return saved
@@ -77,11 +85,14 @@ def digest(value: Any) -> str:
     """Return a digest of an encoded value: equal for equal types and bits. Ignores the order of dicts and sets."""
     hasher = hashlib.sha256(type(value).__name__.encode())
     if isinstance(value, Tensor):
+        # A sparse tensor has several parts.
         hasher.update(f"{value.dtype}{value.layout}{tuple(value.shape)}".encode())
         for part in strided_parts(value):
             hasher.update(f"{part.dtype}{tuple(part.shape)}".encode())
-            hasher.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            part_bytes = part.contiguous().reshape(-1).view(torch.uint8)
+            hasher.update(part_bytes.numpy().data)
     elif isinstance(value, dict):
+        # Sorted: the order of insertion does not count.
         digests = sorted(digest(key) + digest(item) for key, item in value.items())
         hasher.update("".join(digests).encode())
     elif type(value) in _SEQUENCES:

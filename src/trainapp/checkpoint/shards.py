@@ -43,8 +43,9 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         # By exact name: a dotted one would reach anything that an allowed module or class has imported.
+        is_allowed = (module, name) in _ALLOWED
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _ALLOWED:
+        if is_allowed or is_dtype:
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle enum members this way
             return _member
@@ -114,11 +115,16 @@ def read(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None,
     `buffers`, where it may hold more; its other parts are not read. Raises UserError otherwise, with the hint at its
     end.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in flat(_without_empty_dicts(tensors))}
+    # The shapes here and in the checkpoint, by name.
+    shapes = {}
+    for name, tensor in flat(_without_empty_dicts(tensors)):
+        shapes[name] = tuple(tensor.shape)
     saved_shapes = {}
     for name, (shape, _) in sizes(folder).items():
         if name.partition(".")[0] in tensors:
             saved_shapes[name] = tuple(shape)
+
+    # torch would report a part of the differences, one by one.
     only_here = shapes.keys() - saved_shapes.keys()
     only_saved = {name for name in saved_shapes.keys() - shapes.keys() if not name.startswith("buffers.")}
     differences = sorted(only_here | only_saved)
@@ -130,6 +136,7 @@ def read(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None,
             f"checkpoint {folder} does not fit this configuration's model or optimizer: {len(differences)} tensors "
             f"differ: {listed(differences, most=4)}{hint}"
         )
+
     fill(tensors, folder, process_group=group, no_dist=group is None)
 
 
@@ -138,8 +145,9 @@ def fill(tensors: dict[str, Any], folder: Path, **options: Any) -> None:
     try:
         load(_without_empty_dicts(tensors), storage_reader=SafeReader(str(folder)), **options)
     except dcp.api.CheckpointException as error:  # a BaseException
-        first = next(iter(error.failures.values()))[0]
-        raise UserError(f"checkpoint {folder} cannot be read: {first}") from first
+        failures = list(error.failures.values())
+        reason, _ = failures[0]  # with its traceback
+        raise UserError(f"checkpoint {folder} cannot be read: {reason}") from reason
 
 
 def _writer(folder: Path) -> FileSystemWriter:

@@ -33,8 +33,10 @@ class ModelState:
 
     def __init__(self, model: nn.Module):
         self.model = model
+        self._frozen: frozenset[str] = frozenset()
         base = adapters.base_of(model)
-        self._frozen = frozenset() if base is None else base.names
+        if base is not None:
+            self._frozen = base.names
         self._built: dict[str, _BuiltTensor] = {}
         for name, tensor in self._named_tensors():
             self._built[name] = _BuiltTensor(tensor.shape, weakref.ref(tensor), version_of(tensor))
@@ -66,6 +68,8 @@ class ModelState:
         for name, value in self._entries():
             if not _is_dense(value):
                 entries[name] = encoded(value, f"{name} of the model's state dict")
+
+        # What any rank has written is saved by all.
         written = []
         for name, parameter in self.model.named_parameters():
             if name in self._frozen and self._has_changed(name, parameter):
@@ -83,9 +87,11 @@ class ModelState:
         Args:
             values: the `values` saved with them.
         """
+        # Tensors that are not saved, by id, and names.
         frozen = self._frozen.difference(values["written"])
         excluded = {id(parameter) for name, parameter in self.model.named_parameters() if name in frozen}
         left_out = {*self.left_out(), *values["left_out"]}
+
         tensors = {}
         for name, value in self._entries():
             if _is_dense(value) and id(value) not in excluded and name not in left_out:
@@ -97,11 +103,14 @@ class ModelState:
         """Return buffers outside of the state dict (`persistent=False`): those that have changed since the model was
         built, or the `saved` ones.
         """
-        names_elsewhere = {name for name, _ in self._entries()}.union(self.left_out())
+        names_elsewhere = {name for name, _ in self._entries()}
+        names_elsewhere.update(self.left_out())
+
         buffers = {}
         for name, buffer in self.model.named_buffers():
             if name in names_elsewhere:
                 continue
+            # To save: what differs from a fresh model. To load: what was saved and still fits.
             if saved is None:
                 is_included = self._has_changed(name, buffer)
             else:
@@ -122,12 +131,15 @@ class ModelState:
         """Return the names of tensors that a fresh model lacks or has in another shape (a forward registers, fills or
         grows them), and names that a fresh model has but this one no longer.
         """
+        # Tensors that cannot be filled: their elements share memory.
         shapes = {}
         expanded = set()
         for name, tensor in self._named_tensors():
             shapes[name] = tensor.shape
             if is_expanded(tensor):
                 expanded.add(name)
+
+        # Tensors that are new, gone or of another shape.
         built_shapes = {name: built.shape for name, built in self._built.items()}
         names = shapes.keys() | built_shapes.keys()
         reshaped = {name for name in names if shapes.get(name) != built_shapes.get(name)}
@@ -145,7 +157,10 @@ def stateful_values(stateful: Stateful) -> dict[str, Any]:
     """Return the states of all owners, by name. Raises UserError for a state with anything but plain values and
     tensors.
     """
-    return {name: encoded(owner.get(), f"the state of {name}") for name, owner in stateful.owners.items()}
+    values = {}
+    for name, owner in stateful.owners.items():
+        values[name] = encoded(owner.get(), f"the state of {name}")
+    return values
 
 
 def load_stateful(stateful: Stateful, saved: dict[str, Any]) -> list[str]:

@@ -113,7 +113,9 @@ class TrainState:
 
     def _with_saved(self, saved: Any) -> list[tuple[Update, Any]]:
         """Return each update with its value in `saved`, a result of `_by_update`."""
-        return [(update, saved[update.name] if update.name else saved) for update in self.updates]
+        if not self.updates[0].name:
+            return [(self.updates[0], saved)]
+        return [(update, saved[update.name]) for update in self.updates]
 
     def tensors(self, values: dict[str, Any] | None = None, sizes: Sizes | None = None) -> dict[str, Any]:
         """Return model, optimizer and average by parameter name: the tensors themselves, whole or sharded.
@@ -122,16 +124,21 @@ class TrainState:
             values: the values saved with them; None: this rank's.
             sizes: shapes and dtypes of the tensors in a checkpoint, if it is to be read into these after `follow`.
         """
-        model_values = values["model_values"] if values else self.model_state.values(SingleRank())
+        if values:
+            model_values = values["model_values"]
+        else:
+            model_values = self.model_state.values(SingleRank())
+        of_optimizers = [optimizer_state.optimizer_tensors(self.model, optimizer) for optimizer in self.optimizers]
         tensors = {
             "model": self.model_state.tensors(model_values),
             "buffers": self.model_state.buffers(sizes),
-            "optimizer": self._by_update(
-                [optimizer_state.optimizer_tensors(self.model, update.optimizer) for update in self.updates]
-            ),
+            "optimizer": self._by_update(of_optimizers),
         }
+
+        # The average, unless the checkpoint that is read has none.
         average = dict(zip(self.average.names, self.average.averages, strict=True))
-        if average and (sizes is None or any(name.startswith("average.") for name in sizes)):
+        is_saved = sizes is None or any(name.startswith("average.") for name in sizes)
+        if average and is_saved:
             tensors["average"] = average
         return tensors
 
@@ -141,6 +148,9 @@ class TrainState:
         Raises UserError for a value that a checkpoint cannot hold.
         """
         base = adapters.base_of(self.model)
+        base_digest = None
+        if base is not None:
+            base_digest = base.digest
         return {
             "scaler": self._by_update([update.precision.scaler.state_dict() for update in self.updates]),
             "progress": dataclasses.asdict(self.progress),
@@ -153,7 +163,7 @@ class TrainState:
                 "samples": self.data_samples,
                 "order": self.data_order,
             },
-            "base": None if base is None else base.digest,
+            "base": base_digest,
             "model_values": self.model_state.values(ranks),
             "optimizer_values": self._by_update([self._optimizer_values(update) for update in self.updates]),
             "updates": [update.name for update in self.updates],
@@ -165,6 +175,7 @@ class TrainState:
 
     def _stateful_values(self, ranks: Ranks) -> list[dict[str, Any]]:
         """Return the states of other owners, by rank; only once if equal on all. Raises UserError on all ranks."""
+        # No rank may leave before the others: a problem is exchanged with the digests.
         states = {}
         problem = ""
         try:
@@ -175,8 +186,12 @@ class TrainState:
         problems = [text for text, _ in by_rank if text]
         if problems:
             raise UserError(problems[0])
+
+        # Equal ones are saved once.
         are_equal = len(set(by_rank)) == 1
-        return [states] if are_equal else ranks.all_gather_object(states)
+        if are_equal:
+            return [states]
+        return ranks.all_gather_object(states)
 
     def _optimizer_values(self, update: Update) -> dict[str, Any]:
         return optimizer_state.optimizer_values(self.model, update.optimizer, update.built_options)
@@ -197,12 +212,15 @@ class TrainState:
             saved: the `values` stored with them.
             sizes: shapes and dtypes of the saved tensors.
         """
+        # Refuse another experiment.
         adapters.require_same_base(self.model, saved["base"])
         names = [update.name for update in self.updates]
         if names != saved["updates"]:
-            then = _updates_text(saved["updates"])
-            raise UserError(f"it was saved with {then}, but this run has {_updates_text(names)}")
+            saved_updates = _updates_text(saved["updates"])
+            raise UserError(f"it was saved with {saved_updates}, but this run has {_updates_text(names)}")
         require_same_data(self.class_names, self.vocabulary, saved)
+
+        # The model's tensors exist; an optimizer's only after its first step.
         for update, values in self._with_saved(saved["optimizer_values"]):
             prefix = f"optimizer.{update.name}" if update.name else "optimizer"
             optimizer_state.prepare_optimizer(self.model, update.optimizer, values, sizes, prefix)
@@ -231,7 +249,11 @@ class TrainState:
                 ", ".join(saved[0]),
                 ranks.world_size,
             )
-        states = saved[ranks.rank if has_state_per_rank else 0]
+
+        # A callback may have been removed since; any other state should have an owner on both sides.
+        states = saved[0]
+        if has_state_per_rank:
+            states = saved[ranks.rank]
         unmatched = []
         for name in state_dicts.load_stateful(self.stateful, states):
             is_removed_callback = name.startswith("callbacks.") and name not in self.stateful.owners
@@ -250,7 +272,9 @@ def schedule_values(update: Update) -> Any:
 
 
 def _updates_text(names: list[str]) -> str:
-    return f"the updates {', '.join(names)}" if any(names) else "one optimizer"
+    if not any(names):
+        return "one optimizer"
+    return f"the updates {', '.join(names)}"
 
 
 def changed_sizes(filled: Mapping[str, Any], saved: dict[str, Any]) -> str:
@@ -258,6 +282,7 @@ def changed_sizes(filled: Mapping[str, Any], saved: dict[str, Any]) -> str:
     now and then. Empty if there is nothing to say.
     """
     now = {setting: str(value) for setting, value in filled.items()}
+
     # Without this key: by a version that filled in only the model's own parameters, such as `model.num_classes`.
     if "filled" not in saved:
         nested = [f"{setting}={value}" for setting, value in now.items() if setting.count(".") > 1]
@@ -265,12 +290,18 @@ def changed_sizes(filled: Mapping[str, Any], saved: dict[str, Any]) -> str:
             return ""
         rule = "it was saved by a version that left nested `_target_`s at their defaults: set the sizes they had then"
         return f"; the data determine {listed(nested)}, but {rule}"
+
+    # A size that only one side has was set by hand on the other.
     before = saved["filled"]
     changes = []
     for setting in sorted(now.keys() | before.keys()):
+        value = now.get(setting, "set")
+        value_before = before.get(setting, "set")
         if now.get(setting) != before.get(setting):
-            changes.append(f"{setting} is {now.get(setting, 'set')} (was {before.get(setting, 'set')})")
-    return f"; of the sizes that the data determine, {listed(changes)}" if changes else ""
+            changes.append(f"{setting} is {value} (was {value_before})")
+    if not changes:
+        return ""
+    return f"; of the sizes that the data determine, {listed(changes)}"
 
 
 def require_same_data(class_names: Sequence[str], vocabulary: str, saved: dict[str, Any]) -> None:

@@ -28,6 +28,8 @@ def random_words(keys: Tensor, first: int, count: int, dtype: torch.dtype) -> Te
     elements_per_word = 8 // dtype.itemsize
     word_count = -(-count // elements_per_word)  # rounded up
     first_word = first // elements_per_word
+
+    # SplitMix64: the state advances by a constant per word, and its hash is the word.
     states = keys + signed(first_word * GAMMA) + _word_steps(keys.device)[:word_count]
     return _hash_(states).view(dtype)[:, :count]
 
@@ -93,12 +95,16 @@ def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 def normal(keys: Tensor, first: int, count: int, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Tensor:
     """Return normal numbers by the method of Box and Muller: a pair of neighbours in (0, 1) gives a pair of them."""
+    # Pairs of uniform numbers.
     even_count = count + count % 2
     values = _open_unit(keys, first, even_count, _at_least_fp32(dtype))
+
+    # Radius and angle of a point in the plane, whose coordinates are normal.
     radius = values[:, ::2].contiguous().log_().mul_(-2).sqrt_()
     angle = values[:, 1::2] * (2 * math.pi)
     torch.mul(angle.cos(), radius, out=values[:, ::2])
     torch.mul(angle.sin_(), radius, out=values[:, 1::2])
+
     values = values[:, :count]
     if (mean, std) == (0.0, 1.0):
         return values
@@ -118,7 +124,8 @@ def bernoulli(keys: Tensor, first: int, count: int, dtype: torch.dtype, p: float
     if isinstance(p, Tensor):
         return _unit(keys, first, count, _at_least_fp32(p.dtype)) < p
     if 0.02 <= p <= 0.98:
-        return random_words(keys, first, count, torch.int16) < round(p * 2**16) - 2**15
+        threshold = round(p * 2**16) - 2**15  # words are signed
+        return random_words(keys, first, count, torch.int16) < threshold
     return _unit(keys, first, count, torch.float32) < p
 
 

@@ -30,6 +30,7 @@ def fill_by_sample(
         keys: of the samples, int64 [samples, 1].
         arguments: of the distribution: numbers, or tensors that expand to the target.
     """
+    # Views by sample, of the target and of arguments that are tensors.
     samples = len(keys)
     by_sample = layout.split(target, samples)
     row_offsets = _row_offsets(by_sample.shape[1:-1], target.device)
@@ -39,6 +40,7 @@ def fill_by_sample(
             argument = layout.split(argument.expand_as(target), samples)
         split_arguments.append(argument)
 
+    # As many samples at a time as a block holds.
     elements_per_sample = target.numel() // samples
     samples_per_block = max(1, BLOCK[target.device.type] // elements_per_sample)
     for start, end in _ranges(samples, samples_per_block):
@@ -58,14 +60,17 @@ def _row_offsets(shape: Sequence[int], device: torch.device) -> Tensor:
     offsets = torch.zeros(list(shape), dtype=torch.int64, device=device)
     for dimension, size in enumerate(shape):
         step = signed(hashed(dimension + 1) | 1)  # odd, so that no two coordinates add the same
-        later_dimensions = len(shape) - dimension - 1
         steps = torch.arange(size, device=device) * step
+
+        # Broadcast over the other dimensions.
+        later_dimensions = len(shape) - dimension - 1
         offsets.add_(steps.view(-1, *[1] * later_dimensions))
     return offsets.flatten()
 
 
 def _fill_samples(distribution: Distribution, block: Tensor, row_keys: Tensor, arguments: Sequence[Any]) -> None:
     """Fill some samples, [samples, rows, ...]. A sample that is larger than a block is filled in parts of its rows."""
+    # The samples as one list of rows.
     width = block.shape[-1]
     try:
         rows = block.view(-1, width)
@@ -75,6 +80,8 @@ def _fill_samples(distribution: Distribution, block: Tensor, row_keys: Tensor, a
         is_copy = True
 
     arguments = [argument.reshape(-1, width) if isinstance(argument, Tensor) else argument for argument in arguments]
+
+    # Some rows at a time, or a part of a row that is longer than a block.
     max_elements = BLOCK[block.device.type]
     for top, bottom in _ranges(len(rows), max(1, max_elements // width)):
         for first, last in _ranges(width, max_elements):

@@ -69,24 +69,30 @@ def layouts_by_shape(
     """
     layouts = {}
     for number, draw in draws.items():
-        layouts[number] = _layout_by_shape(draw, other_draws.get(number), samples, other_samples)
+        other_draw = other_draws.get(number)
+        layouts[number] = _layout_by_shape(draw, other_draw, samples, other_samples)
     return layouts
 
 
 def _layout_by_shape(draw: RandomDraw, other: RandomDraw | None, samples: int, other_samples: int) -> DrawLayout:
-    varying = DrawLayout(draw.kernel, len(draw.shape), varies=True)
-    if other is None or (draw.kernel, draw.sizes, len(draw.shape)) != (other.kernel, other.sizes, len(other.shape)):
+    dimensions = len(draw.shape)
+    varying = DrawLayout(draw.kernel, dimensions, varies=True)
+
+    # Only the same draw in the other forward can be compared.
+    if other is None or (draw.kernel, draw.sizes, dimensions) != (other.kernel, other.sizes, len(other.shape)):
         return varying
-    changed = [axis for axis, size in enumerate(draw.shape) if size != other.shape[axis]]
-    if not changed:
-        return DrawLayout(draw.kernel, len(draw.shape))
-    if len(changed) > 1:
+
+    # The samples' dimension is the only one whose size follows the batch.
+    changed_axes = [axis for axis, size in enumerate(draw.shape) if size != other.shape[axis]]
+    if not changed_axes:
+        return DrawLayout(draw.kernel, dimensions)
+    if len(changed_axes) > 1:
         return varying
-    axis = changed[0]
+    axis = changed_axes[0]
     is_proportional = draw.shape[axis] * other_samples == other.shape[axis] * samples
     if not is_proportional:
         return varying
-    return DrawLayout(draw.kernel, len(draw.shape), axis, rows=draw.shape[axis] // samples)
+    return DrawLayout(draw.kernel, dimensions, axis, rows=draw.shape[axis] // samples)
 
 
 def interleaved_layouts(layouts: Mapping[int, DrawLayout]) -> dict[int, DrawLayout]:

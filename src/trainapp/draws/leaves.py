@@ -86,7 +86,9 @@ class LeafCall(NamedTuple):
 def install(device_type: str) -> torch.library.Library:
     """Replace the leaves on this type of device, once per process."""
     dispatch_key = device_type.upper()
-    names = LEAVES if device_type == "cpu" else (*LEAVES, _DROPOUT, *_FUSED)
+    names = LEAVES
+    if device_type != "cpu":
+        names = (*LEAVES, _DROPOUT, *_FUSED)
     library = torch.library.Library("aten", "IMPL")
     for name in names:
         try:
@@ -104,12 +106,14 @@ def _leaf(name: str, original: Any) -> Callable[..., Any]:
     compute = _way_to_compute(name)
 
     def leaf(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        # Draws of no micro-batch, or from a generator that was passed, are torch's own.
         sample_draws = SampleDraws.active
         if sample_draws is None or not sample_draws.covers_thread():
             return original.call_boxed(keyset, *args, **kwargs)
         if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
             sample_draws.draw_record.note("own generator", "the forward draws from a generator of its own")
             return original.call_boxed(keyset, *args, **kwargs)
+
         torch_kernel = functools.partial(original.call_boxed, keyset)
         return compute(LeafCall(sample_draws, name, torch_kernel, args, kwargs))
 
@@ -133,6 +137,7 @@ def _way_to_compute(name: str) -> Callable[[LeafCall], Any]:
 
 def _draw(call: LeafCall) -> Any:
     """Draw what belongs to samples sample by sample, and anything else once for all of them."""
+    # What is drawn.
     sample_draws = call.sample_draws
     target = call.args[0]  # the tensor to fill, or one with a distribution's parameters; `randperm` has none
     is_tensor = isinstance(target, Tensor)
@@ -142,6 +147,7 @@ def _draw(call: LeafCall) -> Any:
     sizes = tuple(value for value in call.args if type(value) is int)
     draw = RandomDraw(call.name, shape, sizes)
 
+    # Where it has the samples, if anywhere. The seed advances with every draw.
     seed = sample_draws.next_seed()
     layout = sample_draws.layout_of(seed, draw)
     if layout.axis is None:
@@ -149,6 +155,7 @@ def _draw(call: LeafCall) -> Any:
     if not target.numel():
         return call.torch_kernel(*call.args, **call.kwargs)
 
+    # Draw each sample's part from its own key.
     samples = len(sample_draws.positions)
     if sample_draws.alike:  # each row is drawn as a sample, whosever it is
         samples = target.shape[layout.axis]
@@ -181,30 +188,35 @@ def _draw_without_samples(call: LeafCall, draw: RandomDraw, layout: DrawLayout, 
     """Draw by torch's kernel: the same in all micro-batches or, if the shape varies, other numbers in each, noted."""
     if layout.varies:
         seed = hashed(seed, call.sample_draws.positions[0])
-        shown = f"{call.name} of {list(draw.shape or draw.sizes)}"
-        text = f"{shown}: none of its dimensions is that of the samples"
+        shape = list(draw.shape or draw.sizes)
+        text = f"{call.name} of {shape}: none of its dimensions is that of the samples"
         call.sample_draws.draw_record.note(topic_of(call.name), text)
-    target = call.args[0] if isinstance(call.args[0], Tensor) else call.kwargs["out"]
+    target = call.args[0]
+    if not isinstance(target, Tensor):  # `randperm`
+        target = call.kwargs["out"]
     return _draw_seeded(call, target.device, seed, call.args)
 
 
 def _draw_seeded(call: LeafCall, device: torch.device, seed: int, args: Sequence[Any]) -> Any:
     """Call torch's kernel with a generator of its own; the leaves that it calls are torch's own, too."""
     generator = torch.Generator(device).manual_seed(hashed(seed))
+    keywords = {**call.kwargs, "generator": generator}
     with SampleDraws.suspended():
-        return call.torch_kernel(*args, **{**call.kwargs, "generator": generator})
+        return call.torch_kernel(*args, **keywords)
 
 
 def _draw_one_by_one(call: LeafCall, layout: DrawLayout, keys: Tensor) -> Tensor:
     """Call torch's kernel for each sample. Waits for the device, and holds the result twice."""
     target = call.args[0]
-    is_in_place = call.name.partition(".")[0].endswith("_")
+    base_name = call.name.partition(".")[0]
+    is_in_place = base_name.endswith("_")
     written = None  # the index of the argument that the kernel fills
     if call.name.startswith("rrelu"):
         written = 1  # the noise, of which the backward has need; the first argument is the input
     elif is_in_place:
         written = 0
 
+    # Draw into copies, and copy what was drawn into the views of the whole tensor.
     results = []
     args_by_sample = [_split_argument(value, layout, len(keys)) for value in call.args]
     for key, *sample_args in zip(keys[:, 0].tolist(), *args_by_sample, strict=True):
@@ -214,8 +226,11 @@ def _draw_one_by_one(call: LeafCall, layout: DrawLayout, keys: Tensor) -> Tensor
             sample_args[written].copy_(copies[written])
     if written == 0:
         return target
+
     joined = layout.join(torch.stack(results))
-    return target.copy_(joined) if is_in_place else joined
+    if is_in_place:
+        return target.copy_(joined)
+    return joined
 
 
 def _split_argument(value: Any, layout: DrawLayout, samples: int) -> Sequence[Any]:
@@ -227,7 +242,9 @@ def _split_argument(value: Any, layout: DrawLayout, samples: int) -> Sequence[An
 
 def _contiguous_copy(value: Any) -> Any:
     """Return a copy of a tensor, and any other value as it is: the order in which a kernel draws may follow strides."""
-    return value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone(memory_format=torch.contiguous_format)
 
 
 # --- the leaves that are computed by others
@@ -236,13 +253,16 @@ def _contiguous_copy(value: Any) -> Any:
 def _normal_around(call: LeafCall) -> Tensor:
     """`torch.normal(mean, std)`, where at least one of them is a tensor."""
     mean, std = (*call.args, 1.0)[:2]
-    return torch.empty_like(mean + std).normal_().mul_(std).add_(mean)
+    standard_normal = torch.empty_like(mean + std).normal_()
+    return standard_normal.mul_(std).add_(mean)
 
 
 def _into_out(call: LeafCall) -> Tensor:
     """`out=`, by the operation without it."""
+    # `normal.Tensor_float_out` is `normal` with the overload `Tensor_float`, `bernoulli.out` its default.
     base, _, overload = call.name.removesuffix("_out").removesuffix(".out").partition(".")
-    operation = getattr(getattr(torch.ops.aten, base), overload or "default")
+    packet = getattr(torch.ops.aten, base)
+    operation = getattr(packet, overload or "default")
     result = operation(*call.args)
     out: Tensor = call.kwargs["out"]
     return out.resize_(result.shape).copy_(result)
@@ -254,7 +274,8 @@ def _dropout(call: LeafCall) -> Any:
     if train is False or not 0 < p < 1:
         return call.torch_kernel(inputs, p, train)
     mask = torch.empty_like(inputs, dtype=torch.bool).bernoulli_(1 - p)
-    return inputs * mask * (1 / (1 - p)), mask
+    result = inputs * mask * (1 / (1 - p))
+    return result, mask
 
 
 def _note_fused(call: LeafCall) -> Any:

@@ -58,17 +58,22 @@ class DrawRecord:
         """
         kernel = draw.kernel
         dimensions = len(draw.shape)
+
         if draw.shape == () and not kernel.startswith("randperm"):  # a scalar: shared by all samples
             return DrawLayout(kernel, dimensions)
 
+        # Of a work that was never tried, only the shape is known.
         layouts = self.layouts.get(work)
         if layouts is None:
             if draw.shape[:1] == (samples,):
                 return DrawLayout(kernel, dimensions, axis=0)
             return DrawLayout(kernel, dimensions, varies=True)
 
+        # Nearly always the draw is the one that was learnt.
         if number in layouts and layouts[number].fits(draw, samples):
             return layouts[number]
+
+        # Otherwise another one with its shape tells where the samples are.
         if number >= 0:
             order = "the forward draws in another order, or another number of times, than before the first step"
             text = f"{kernel} of {list(draw.shape)}: {order}, and later draws follow it"

@@ -92,11 +92,15 @@ class SampleDraws:
         generator = torch.default_generator
         seed = generator.initial_seed()
         is_unseeded = seed == self._entry_seed
+
+        # The first draw of this micro-batch.
         if not self.first_seed:
             self.first_seed = hashed(*self.key)
             self.draw_record.draws = True
             if is_unseeded:
                 self._entry_state = generator.get_state()
+
+        # Without a draw before it, or after the generator was restored to its state then, numbers begin at 0.
         if is_unseeded:
             seed = self.first_seed
         generator.manual_seed(seed + 1 & WORD_MASK)

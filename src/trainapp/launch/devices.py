@@ -45,6 +45,7 @@ def device_of_rank(config: Config, local_rank: int) -> torch.device:
     if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
 
+    # The GPU with the rank's number, of those that this process sees.
     gpu_count = torch.cuda.device_count()
     index = local_rank
     if gpu_count == 1 and environment.scheduler_task() is not None:

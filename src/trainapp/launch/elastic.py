@@ -46,6 +46,8 @@ def run_workers(config: Config) -> Outcome:
     launch_config = _launch_config(config)
     # With the launcher's own store shared, restarted workers would find the addresses of the dead ones (torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+
+    # The launcher starts the workers, and asks the policy before it restarts them.
     received = ReceivedSignal()
     policy = RestartPolicy(Path(config.run_dir), received)
     try:
@@ -56,6 +58,7 @@ def run_workers(config: Config) -> Outcome:
             return _interruption(error, received.number)
         raise TrainingStopped(policy.explain(error)) from None
 
+    # A mistake that any rank reports is the mistake of all.
     for outcome in outcomes.values():
         if isinstance(outcome, (UserError, Interrupted)):
             return outcome

@@ -47,7 +47,7 @@ def scheduler_task() -> SchedulerTask | None:
             first_host="127.0.0.1",
         )
     if "SLURM_STEP_ID" in env:
-        first_host = "127.0.0.1"
+        first_host = "127.0.0.1"  # on one machine
         if env["SLURM_STEP_NUM_NODES"] != "1":
             first_host = _first_host(env["SLURM_STEP_NODELIST"])
         return SchedulerTask(
@@ -100,6 +100,7 @@ def export_torch_variables() -> None:
     task = scheduler_task()
     if "RANK" in os.environ or task is None:
         return
+
     job, _, step = task.job.partition(".")
     # Below 32768, where Linux's ephemeral ports start; different for the steps of one job.
     port = 20000 + (int(job) + 1009 * int(step or 0)) % 12000
@@ -163,8 +164,11 @@ def default_run_name() -> str:
             started = datetime.datetime.fromtimestamp(torchrun.create_time())
             return f"torchrun/{started:%Y-%m-%d_%H-%M-%S}-{torchrun.pid}"
         return f"torchrun/{run_id}"
+
     task = scheduler_task()
     if task is not None and task.world_size > 1:
         return f"slurm/{task.job}"
+
+    # A process of its own.
     suffix = secrets.token_hex(3)
     return f"{datetime.datetime.now():%Y-%m-%d/%H-%M-%S}-{suffix}"

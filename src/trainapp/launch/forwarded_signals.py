@@ -32,12 +32,15 @@ def signals_forwarded(received: ReceivedSignal) -> Iterator[None]:
     def forward(number: int, frame: object) -> None:
         if received.number and time.monotonic() - received.received_at < ECHO:
             return  # the same one, sent to the process and to its group
+
         # The launcher need not say that workers have failed: those that end now were asked to.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         worker_pids = _running_children(except_for=pids_of_caller)
         for pid in worker_pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+        # The first one only asks: the workers save and return.
         is_first = not received.number
         received.received_at = time.monotonic()
         received.number = number

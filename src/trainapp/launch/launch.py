@@ -82,13 +82,19 @@ def describe(composed: DictConfig, config: Config, overrides: list[str], flags: 
         return
     if not environment.is_one_of_many_ranks():  # those ask rank 0, in `worker.run_worker`
         directory.require_same_experiment(config)
+
+    # Hydra's own files: the composed configuration, and the overrides of the user.
     run_dir = Path(config.run_dir)
     (run_dir / HYDRA).mkdir(parents=True, exist_ok=True)
     OmegaConf.save(composed, run_dir / CONFIG)
-
     overrides_of_sweep = os.environ.get(environment.SWEEP_SHARE, "").splitlines()
-    overrides_of_user = [command_line.as_entered(text) for text in overrides if text not in overrides_of_sweep]
+    overrides_of_user = []
+    for override in overrides:
+        if override not in overrides_of_sweep:
+            overrides_of_user.append(command_line.as_entered(override))
     OmegaConf.save(overrides_of_user, run_dir / OVERRIDES)
+
+    # The command that `trainapp continue` repeats.
     if config.activity.trains:
         command: dict[str, Any] = {"arguments": [*flags, *overrides_of_user], "cwd": os.getcwd()}
         command.update(_origin())
@@ -122,15 +128,18 @@ def launch(config: Config, by_launcher: bool = False) -> float | None:
         with StopRequest():
             return printed.print_plan(config)
 
+    # Refuse several processes where one does the work, before torch is imported.
     if config.activity.is_one_process:
         environment.require_one_process(f"mode={config.mode}", "start it once")
     elif config.parallel.strategy == "single":
         environment.require_one_process("parallel=single", "choose parallel=ddp or parallel=fsdp")
+
     # torch checks CUBLAS_WORKSPACE_CONFIG once, at the process's first matmul on CUDA (2.13, ATen/Context.cpp): if it
     # is unset then, a later job of the sweep with train.deterministic=true is refused. Not set for every run:
     # before Hopper it makes each of cuBLAS's workspaces 24 MiB larger.
     prepare_process(config.memory.expandable_segments, config.train.deterministic or by_launcher)
 
+    # Each mode imports what it needs: torch, and its own room.
     if config.mode == "lr_find":
         from trainapp.run import lr_find
 
@@ -145,6 +154,8 @@ def launch(config: Config, by_launcher: bool = False) -> float | None:
         from trainapp.run import runner
 
         return runner.run(config).objective
+
+    # Workers that this process starts, or this process as one of the ranks.
     from trainapp.launch import elastic
 
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a worker that torchrun restarts keeps the time of the first

@@ -10,9 +10,11 @@ from trainapp.tracking import terminal
 
 def log_to_run_dir(run_dir: Path, rank: int) -> None:
     """Send the log of rank 0 to the run's log and to the terminal, that of any other rank to a file in ranks/."""
-    name = LOG if rank == 0 else f"ranks/rank_{rank}.log"
-    path = run_dir / name
+    path = run_dir / LOG
+    if rank > 0:
+        path = run_dir / "ranks" / f"rank_{rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
+
     file = logging.FileHandler(path)
     file.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
     handlers: list[logging.Handler] = [file]
@@ -20,4 +22,5 @@ def log_to_run_dir(run_dir: Path, rank: int) -> None:
         screen = terminal.Handler(sys.stderr)
         screen.addFilter(lambda record: record.exc_info is None)  # the launcher shows the traceback
         handlers.append(screen)
+
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=handlers, force=True)

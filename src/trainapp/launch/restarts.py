@@ -49,6 +49,8 @@ class RestartPolicy:
     def decide(self) -> Restart:
         """Decide on one failure. Called before the workers are restarted."""
         self.rank_errors = take_errors(self.run_dir)
+
+        # An error that restarted workers would meet again.
         incurable = []
         for text, error in self.rank_errors.items():
             if error.is_permanent or text in self._previous_errors:
@@ -74,6 +76,7 @@ class RestartPolicy:
         if self.incurable_error is not None:
             return f"a rank failed with an error that a restart would repeat: {self.incurable_error}; {log_hint}"
 
+        # The first rank that failed, and why.
         rank, failure = error.get_first_failure()
         if self.rank_errors:  # the launcher may first have seen a rank that lost its peer
             reason, rank_error = next(iter(self.rank_errors.items()))
@@ -92,12 +95,16 @@ class RestartPolicy:
 def write_error(run_dir: Path, rank: int, error: Exception) -> None:
     """Leave the error of a rank for `take_errors`, unless it only says that another rank is gone."""
     first_line, _, _ = str(error).strip().partition("\n")
-    if isinstance(error, dist.DistError) or re.search(r"gloo|nccl|peer", first_line, re.IGNORECASE):
+    is_of_communication = re.search(r"gloo|nccl|peer", first_line, re.IGNORECASE) is not None
+    if is_of_communication or isinstance(error, dist.DistError):
         return
-    text = f"{type(error).__name__}: "
-    text += re.sub(r"0x[0-9a-f]+", "0x...", first_line)  # addresses differ between processes
+
+    # A text that is equal if the same happens again.
+    message = re.sub(r"0x[0-9a-f]+", "0x...", first_line)  # addresses differ between processes
+    text = f"{type(error).__name__}: {message}"
     for note in getattr(error, "__notes__", []):  # such as the step
         text += f" ({note})"
+
     is_transient = any(isinstance(cause, TRANSIENT) for cause in causes(error))
     path = run_dir / "ranks" / f"rank_{rank}.error"
     with contextlib.suppress(OSError):  # without the file, all restarts are used
@@ -113,6 +120,7 @@ def take_errors(run_dir: Path) -> dict[str, RankError]:
         with contextlib.suppress(OSError, ValueError, TypeError):  # it was not written in full
             text, is_permanent = json.loads(path.read_text(errors="replace"))
             path.unlink()
-            rank = int(path.stem.rpartition("_")[2])
+            _, _, rank_text = path.stem.rpartition("_")
+            rank = int(rank_text)
             errors[str(text)] = RankError(rank, is_permanent is True)
     return errors

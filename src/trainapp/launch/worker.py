@@ -61,6 +61,7 @@ def run_worker(config: Config) -> Outcome:
     log_to_run_dir(run_dir, rank)
     from trainapp.run import runner
 
+    # A mistake or a stop is the outcome; any other error may be worth a restart.
     try:
         world_size = int(os.environ["WORLD_SIZE"])
         require_several_ranks(config, world_size, f"WORLD_SIZE={world_size}, as the launcher has set it")
@@ -78,13 +79,15 @@ def run_worker(config: Config) -> Outcome:
 @contextlib.contextmanager
 def process_group(config: Config) -> Iterator[Ranks]:
     """Join the process group described by RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR/PORT. Yield the ranks."""
-    device = device_of_rank(config, int(os.environ.get("LOCAL_RANK", 0)))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = device_of_rank(config, local_rank)
     timeout = config.parallel.timeout
     dist.init_process_group(
         backend_of(config, device),
         timeout=datetime.timedelta(seconds=timeout),
         device_id=device if device.type == "cuda" else None,
     )
+
     ranks = DistributedRanks(device, timeout, config.parallel.vote_on_oom)
     try:
         yield ranks

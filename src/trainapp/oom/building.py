@@ -29,16 +29,18 @@ def explain_out_of_memory(config: Config, ranks: Ranks) -> Iterator[None]:
         reason = out_of_memory_in(error, refused_allocations() - refused_before)
         if reason is None:
             raise
-        kind = OutOfMemory if isinstance(ranks, SingleRank) else torch.OutOfMemoryError
-        raise kind(_message(config, reason)) from error
+        error_type = OutOfMemory if isinstance(ranks, SingleRank) else torch.OutOfMemoryError
+        raise error_type(_message(config, reason)) from error
 
 
 def _message(config: Config, reason: BaseException) -> str:
-    limit = "" if config.memory.limit is None else f" (memory.limit={config.memory.limit})"
+    limit_text = ""
+    if config.memory.limit is not None:
+        limit_text = f" (memory.limit={config.memory.limit})"
     # The first line is always the same, so the launcher recognises that a restart does not help.
     return (
-        f"out of memory while building the run{limit}, before any batch, so that no micro-batch size can help: use "
-        "a smaller model, an optimizer with less state (optimizer=sgd optimizer.momentum=0 "
+        f"out of memory while building the run{limit_text}, before any batch, so that no micro-batch size can help: "
+        "use a smaller model, an optimizer with less state (optimizer=sgd optimizer.momentum=0 "
         "optimizer.nesterov=false) or parallel=fsdp on more devices, or free what other processes use\n"
         f"{type(reason).__name__}: {str(reason).strip()}"
     )

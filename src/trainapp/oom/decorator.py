@@ -52,6 +52,7 @@ def find_executable_batch_size(
         batch_size = starting_batch_size
         last_error = ""
         while batch_size > 0:
+            # A library may catch an error of the allocator and raise its own: count what was refused.
             refused_before = refused_allocations()
             try:
                 return function(batch_size, *args, **kwargs)
@@ -59,12 +60,15 @@ def find_executable_batch_size(
                 if not is_out_of_memory(error, refused_allocations() - refused_before):
                     raise
                 reason, _, _ = str(error).strip().partition("\n")  # a string: the error keeps the failed tensors alive
+
+            # Outside `except`, whose traceback would keep the failed tensors alive.
             _release()
             last_error = f" The last error, with batch size {batch_size}: {reason}"
             smaller = _smaller_size(batch_size, reduce_batch_size_fn)
             if smaller > 0:
                 log.warning("out of memory with batch size %d (%s); trying %d", batch_size, reason, smaller)
             batch_size = smaller
+
         # Accelerate's wording, which callers may match.
         raise NoExecutableBatchSize(f"No executable batch size found, reached zero.{last_error}")
 
@@ -83,6 +87,7 @@ def _require_arguments_after_size(
         signature = inspect.signature(function, follow_wrapped=False)
     except ValueError:  # written in C, without a signature
         return
+
     try:
         signature.bind(None, *arguments, **keywords)
     except TypeError as error:
@@ -90,6 +95,8 @@ def _require_arguments_after_size(
         parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
         if not parameters:
             raise TypeError(f"{name}() must take the batch size as its first argument") from None
+
+        # Show both signatures: the function's own, and that of the decorated one.
         size_name = parameters[0].name
         with_size = signature.replace(parameters=parameters, return_annotation=signature.empty)  # no annotations
         without_size = with_size.replace(parameters=parameters[1:])
@@ -112,7 +119,12 @@ def _smaller_size(batch_size: int, reduce: Callable[..., int] | None) -> int:
     """Return the next size to try: by the user's function, which may take the one that failed, or half."""
     if reduce is None:
         return batch_size // 2
-    parameters = inspect.signature(reduce).parameters.values()
-    takes_size = any(p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in parameters)
-    smaller = reduce(batch_size) if takes_size else reduce()
-    return int(smaller)
+    if _requires_argument(reduce):
+        return int(reduce(batch_size))
+    return int(reduce())
+
+
+def _requires_argument(function: Callable[..., Any]) -> bool:
+    """Return whether the function has a positional parameter without a default."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in parameters)

@@ -10,24 +10,29 @@ from trainapp.units import bytes_text
 
 def one_line(failure: Failure) -> str:
     """Return the failure in one line, for the terminal and the trackers."""
-    where = failure.place
+    # Where: the phase, the module, the update.
+    location = failure.location
     if failure.module:
-        where += f" ({failure.module})"
+        location += f" ({failure.module})"
     if failure.update:
-        where += f" of update {failure.update}"
+        location += f" of update {failure.update}"
+    recovery = failure.recovery
     if not failure.is_out_of_memory:
         return (
-            f"the model cannot run {_rejected_samples(failure)} at step {failure.step} in {where} ({failure.message}): "
-            f"{failure.recovery.action}"
+            f"the model cannot run {_rejected_samples(failure)} at step {failure.step} in {location} "
+            f"({failure.message}): {recovery.action}"
         )
+
+    # What was asked for, what was in use, and what happens now.
     if failure.swallowed:
-        where = "a library, which caught the error and may have used another algorithm,"
-    request = f" asking for {bytes_text(failure.requested)}" if failure.requested else ""
-    action = f": {failure.recovery.action}" if failure.recovery.action else ""
-    return (
-        f"out of memory at step {failure.step} in {where}{request}, {bytes_text(failure.used)} of "
-        f"{bytes_text(failure.limit)} in use{action}"
-    )
+        location = "a library, which caught the error and may have used another algorithm,"
+    text = f"out of memory at step {failure.step} in {location}"
+    if failure.requested:
+        text += f" asking for {bytes_text(failure.requested)}"
+    text += f", {bytes_text(failure.used)} of {bytes_text(failure.limit)} in use"
+    if recovery.action:
+        text += f": {recovery.action}"
+    return text
 
 
 def _rejected_samples(failure: Failure) -> str:
@@ -35,30 +40,41 @@ def _rejected_samples(failure: Failure) -> str:
         return "a single sample"
     if failure.unsupported_samples:
         return f"{failure.unsupported_samples} samples"
-    return f"micro-batch {failure.recovery.old_size}" if failure.recovery.old_size else "this micro-batch"
+    if failure.recovery.old_size:
+        return f"micro-batch {failure.recovery.old_size}"
+    return "this micro-batch"
 
 
 def final_message(session: Session, failure: Failure) -> str:
     """Return the message if no micro-batch fits: where the memory went, and which settings need less."""
     size_name = "evaluation micro-batch" if failure.evaluating else "micro-batch"
     reason = _why_no_smaller(session, failure)
+
+    # Where the memory went, the largest category first.
     lines = [
-        f"out of memory in {failure.place} with {size_name} {failure.recovery.old_size}: {reason}.",
+        f"out of memory in {failure.location} with {size_name} {failure.recovery.old_size}: {reason}.",
         failure.message,
         f"{'limit':<18}{bytes_text(failure.limit):>12}",
     ]
-    for category, size in sorted(failure.by_category.items(), key=lambda pair: -pair[1]):  # largest first
+    by_size = sorted(failure.by_category.items(), key=lambda pair: -pair[1])
+    for category, size in by_size:
         if size:
             lines.append(f"{category.label:<18}{bytes_text(size):>12}")
 
-    techniques = available(Situation(session.config, session.state.model, session.engine.knows_loss))
+    # What would need less.
+    situation = Situation(session.config, session.state.model, session.engine.knows_loss)
+    techniques = available(situation)
     if techniques:
         lines.append("Settings that save memory (add mode=plan to the command to see how much):")
     for technique in techniques:
         lines.append(f"  {technique.setting}: saves {technique.saves}; costs {technique.costs}")
 
+    # Where the run can continue from.
     checkpoint = session.checkpointer.newest_name()
-    lines.append(f"The last checkpoint is {checkpoint}." if checkpoint else "No checkpoint was written yet.")
+    if checkpoint:
+        lines.append(f"The last checkpoint is {checkpoint}.")
+    else:
+        lines.append("No checkpoint was written yet.")
     return "\n".join(lines)
 
 
@@ -78,8 +94,9 @@ def _why_no_smaller(session: Session, failure: Failure) -> str:
         return f"what it asks for does not depend on the micro-batch{_why_split_needs_more(session, failure)}"
 
     # There are no smaller micro-batches.
-    keeps_batch = losses.has_embeddings(session.task) and not failure.evaluating
-    hint = f"; its loss keeps a whole batch, a smaller {setting} helps" if keeps_batch else ""
+    hint = ""
+    if losses.has_embeddings(session.task) and not failure.evaluating:
+        hint = f"; its loss keeps a whole batch, a smaller {setting} helps"
     sizes = sizes_of_phase(session, failure.phase)
     if sizes.search(sizes.current.bucket).smallest > 1:
         return f"the model cannot run fewer samples{session.recovery.too_few_error}{hint}"

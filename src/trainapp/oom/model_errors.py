@@ -43,11 +43,11 @@ def note_evaluation(session: Session, error: Exception) -> None:
     """Add advice to an error that the number of samples of an evaluation micro-batch may have caused: that of a module,
     in a number that no step has trained. Call while the error is handled.
     """
-    samples = session.sizes.evaluation.current.samples
-    is_of_module = any(isinstance(frame.f_locals.get("self"), nn.Module) for frame, _ in walk_tb(error.__traceback__))
-    if session.engine.phase is not Phase.EVALUATE or not isinstance(error, MODEL_ERRORS) or not is_of_module:
+    if session.engine.phase is not Phase.EVALUATE or not isinstance(error, MODEL_ERRORS):
         return
-    if samples in session.sizes.train.sizes_in_force.values():
+    samples = session.sizes.evaluation.current.samples
+    is_trained_number = samples in session.sizes.train.sizes_in_force.values()
+    if is_trained_number or not _passed_through_module(error):
         return
     settings = session.config.batch
     add_note(
@@ -58,6 +58,10 @@ def note_evaluation(session: Session, error: Exception) -> None:
     )
 
 
+def _passed_through_module(error: Exception) -> bool:
+    return any(isinstance(frame.f_locals.get("self"), nn.Module) for frame, _ in walk_tb(error.__traceback__))
+
+
 def _is_of_model(session: Session, error: Exception) -> bool:
     return isinstance(error, MODEL_ERRORS) and session.engine.phase is Phase.FORWARD
 
@@ -66,7 +70,9 @@ def _advise_against_single_sample(session: Session, error: Exception, samples_in
     """Add advice to an error that a single sample may have caused."""
     if session.sizes.train.current.samples != 1 or not batchnorms(session.state.model):
         return
-    setting = "data.drop_last=true, if an epoch ends on one sample," if samples_in_step == 1 else "batch.micro_size=2"
+    setting = "batch.micro_size=2"
+    if samples_in_step == 1:
+        setting = "data.drop_last=true, if an epoch ends on one sample,"
     add_note(error, f"the micro-batch has a single sample, which BatchNorm may not take: use {setting} or GroupNorm")
 
 

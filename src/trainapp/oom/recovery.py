@@ -52,10 +52,14 @@ def abort_on_all_ranks(session: Session, failure: Failure) -> None:
         leave_for_restart(session, failure)
     if failure.is_local:
         return
+
+    # The others learn of it from a vote, before their next collective.
     if not failure.by_peer:
         if not ranks.votes_enabled or not failure.phase.is_voted_on:
             leave_for_restart(session, failure)
         ranks.vote(True)
+
+    # From here on all ranks are outside the step.
     ranks.cancel_flag_exchange()
     _exchange_failures(ranks, failure)
 
@@ -63,7 +67,8 @@ def abort_on_all_ranks(session: Session, failure: Failure) -> None:
 def _exchange_failures(ranks: Ranks, failure: Failure) -> None:
     """Note which ranks have failed and, on the others, why. Collective."""
     has_failed_here = not failure.by_peer
-    by_rank = ranks.all_gather_object((has_failed_here, failure.unsupported_samples, failure.rejects_size))
+    report_here = (has_failed_here, failure.unsupported_samples, failure.rejects_size)
+    by_rank = ranks.all_gather_object(report_here)
     failure.recovery.failed_ranks = []
     for rank, (has_failed, unsupported_samples, rejects_size) in enumerate(by_rank):
         if has_failed:
@@ -79,11 +84,14 @@ def undo_attempt(session: Session, failure: Failure) -> None:
     """
     release_failed_backward()
     rollback(session, failure.phase, other_ranks_wait=not failure.is_local)
+
+    # What one rank has lost is lost to all: their parameters would differ.
     lost: set[str] = set()
-    for names in _ranks_to_inform(session, failure).all_gather_object(session.snapshot.lost):
+    lost_by_rank = _ranks_to_inform(session, failure).all_gather_object(session.snapshot.lost)
+    for names in lost_by_rank:
         lost.update(names)
     failure.recovery.lost = sorted(lost)
-    session.snapshot.add_written(failure.recovery.lost)
+    session.snapshot.add_written(failure.recovery.lost)  # copied from now on
     if failure.recovery.lost and failure.is_local and session.ranks.world_size > 1:  # in this rank's own evaluation
         leave_for_restart(session, failure)
 
@@ -101,9 +109,13 @@ def change_size(session: Session, failure: Failure) -> None:
     sizes = sizes_of_phase(session, failure.phase)
     failure.recovery.old_size = sizes.current_size
     failure.recovery.new_size = sizes.current_size
+
+    # Where no smaller size can help, free memory may: retry once.
     if _retries_unchanged(session, failure):
         failure.recovery.action = f"retrying with micro-batch {failure.recovery.old_size}, after freeing unused memory"
         return
+
+    # Otherwise the search, the same on all ranks, has the next size, or none.
     ranks = _ranks_to_inform(session, failure)
     change = sizes.record_failure(ranks, not failure.by_peer, _attempt_failure(failure))
     failure.recovery.is_constant = sizes.search(sizes.current.bucket).must_try_smallest
@@ -113,18 +125,23 @@ def change_size(session: Session, failure: Failure) -> None:
     failure.recovery.new_size = change.new
     failure.recovery.action = _change_text(failure)
     if failure.unsupported_samples:
-        session.recovery.too_few_error = "" if failure.by_peer else f" ({failure.message})"
+        session.recovery.too_few_error = ""
+        if not failure.by_peer:
+            session.recovery.too_few_error = f" ({failure.message})"
 
 
 def _retries_unchanged(session: Session, failure: Failure) -> bool:
     """Return whether to retry at the same size, once per step: no rank's work would benefit from a smaller size or, on
     CUDA, none is left and freeing fragmented memory may be enough. Collective: ranks may be in different phases.
     """
-    is_smallest_on_cuda = not sizes_of_phase(session, failure.phase).can_shrink and session.state.device.type == "cuda"
-    may_be_fragmented = is_smallest_on_cuda and not failure.needs_checkpoint
+    is_on_cuda = session.state.device.type == "cuda"
+    is_smallest = not sizes_of_phase(session, failure.phase).can_shrink
+    may_be_fragmented = is_on_cuda and is_smallest and not failure.needs_checkpoint
     gains_nothing = failure.by_peer or not failure.phase.depends_on_size or may_be_fragmented
     may_retry = gains_nothing and session.recovery.retried_step != failure.step
-    all_may_retry = all(_ranks_to_inform(session, failure).all_gather_object(may_retry))
+
+    by_rank = _ranks_to_inform(session, failure).all_gather_object(may_retry)
+    all_may_retry = all(by_rank)
     if all_may_retry:
         session.recovery.retried_step = failure.step
     return all_may_retry
@@ -146,12 +163,16 @@ def _change_text(failure: Failure) -> str:
         return f"going back to micro-batch {recovery.new_size}, which has run; no larger one is tried for this shape"
     size_name = "evaluation micro-batch" if failure.evaluating else "micro-batch"
     text = f"{size_name} {recovery.old_size} -> {recovery.new_size}, retrying the step"
-    return f"{text} (fewer samples asked for the same)" if recovery.is_constant else text
+    if recovery.is_constant:
+        text += " (fewer samples asked for the same)"
+    return text
 
 
 def report(session: Session, failure: Failure) -> None:
     """Report the error on the terminal at once, in oom/ of the run directory, and in the trackers."""
     failure.recovery.seconds_lost = time.monotonic() - session.attempt.started
+
+    # One line on the terminal.
     if failure.by_peer:
         failed_ranks = listed(map(str, failure.recovery.failed_ranks))
         reason = "ran out of memory" if failure.is_out_of_memory else "cannot run this number of samples"
@@ -161,7 +182,9 @@ def report(session: Session, failure: Failure) -> None:
         log.warning("rank %d: %s", failure.rank, one_line(failure))
     else:
         log.warning("%s", one_line(failure))
-    if not failure.is_out_of_memory:  # no memory to report
+
+    # The rest in files, unless there is no memory to report.
+    if not failure.is_out_of_memory:
         return
     try:
         _record(session, failure)
@@ -175,8 +198,9 @@ def _record(session: Session, failure: Failure) -> None:
     session.memory.dump(path.with_suffix(".snapshot.pickle"))
     session.tracker.text("out_of_memory", one_line(failure), failure.step)
     if failure.events:
-        title = f"out of memory at step {failure.step} in {failure.place}, micro-batch {failure.recovery.old_size}"
-        picture = Picture(failure.events, failure.categories, failure.limit, title, path.with_suffix(".png"))
+        title = f"out of memory at step {failure.step} in {failure.location}, micro-batch {failure.recovery.old_size}"
+        picture_path = path.with_suffix(".png")
+        picture = Picture(failure.events, failure.categories, failure.limit, title, picture_path)
         session.tracker.queue_picture("out_of_memory", picture, failure.step)
 
 
@@ -187,8 +211,10 @@ def leave_for_restart(session: Session, failure: Failure) -> NoReturn:
     """
     if isinstance(session.ranks, SingleRank):
         _stop_without_restart(session, failure)
+
+    # Choose the size of the new processes. Work without a size also restarts with a smaller one: a new process may
+    # have more memory for it.
     sizes = sizes_of_phase(session, failure.phase)
-    # Work without a size also restarts with a smaller one: a new process may have more memory for it.
     reason = _attempt_failure(failure)
     if not failure.phase.depends_on_size:
         reason = reason._replace(allocation=None)
@@ -203,6 +229,8 @@ def leave_for_restart(session: Session, failure: Failure) -> NoReturn:
         f"micro-batch {failure.recovery.new_size} instead of {failure.recovery.old_size}"
     )
     log.warning("rank %d: %s", session.ranks.rank, one_line(failure))
+
+    # Leave it to them in a file, and end at once: other ranks wait in collectives.
     try:
         session.sizes.leave_for_restart(session.tracker.run_dir, failing=sizes)
         write(session, failure)

@@ -93,7 +93,7 @@ class Failure:
     categories: dict[int, Category] = field(default_factory=dict, repr=False)  # by storage number
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """What asked for memory: a phase, or a category that is there before any."""
         return self.resident.label if self.resident else str(self.phase)
 
@@ -103,11 +103,11 @@ class Failure:
         is_size_independent = self.resident is not None or not self.phase.depends_on_size
         if self.requested is None and not is_size_independent:
             return None
-        place = f"{self.phase} {self.module}"
+        location = f"{self.phase} {self.module}"
         if self.accumulates:
-            place += " with gradients"
+            location += " with gradients"
         return FailedAllocation(
-            place,
+            location,
             self.samples,
             self.elements,
             self.requested or 0,
@@ -159,21 +159,28 @@ def describe(session: Session, error: BaseException, has_too_few: bool = False, 
         rejects_size: whether it is one that comes with a larger micro-batch than the validated one.
     """
     memory = session.memory
-    used = getattr(error, "used", None) or memory.used()
+
+    # Where it happened, and in which step.
     phase, module = _locate(session, error)
     is_within_update = phase.can_be_undone or phase.is_partial
-    finished_steps = session.state.progress.step
-    events, categories = memory.events(session.engine.gradients())
-    category = getattr(error, "category", None)
+    step = session.state.progress.step
+    if is_within_update or phase.begins_step:
+        step += 1
     micro_batch = sizes_of_phase(session, phase).current
-    is_out_of_memory = not (has_too_few or rejects_size)
     is_evaluation_of_one_rank = phase is Phase.EVALUATE and not session.strategy.forward_is_collective
+
+    # What memory was used for. trainapp's own errors have the numbers as attributes, torch's in their text.
+    used = getattr(error, "used", None) or memory.used()
+    requested = getattr(error, "requested", None) or requested_bytes(str(error))
+    category = getattr(error, "category", None)
+    events, categories = memory.events(session.engine.gradients())
+    is_out_of_memory = not (has_too_few or rejects_size)
     return Failure(
-        step=finished_steps + 1 if is_within_update or phase.begins_step else finished_steps,
+        step=step,
         phase=phase,
         module=module,
         message=_first_line(error),
-        requested=getattr(error, "requested", None) or requested_bytes(str(error)),
+        requested=requested,
         used=used,
         limit=memory.enforced,
         by_category=_by_category(session, used, events, categories),
@@ -200,6 +207,8 @@ def _locate(session: Session, error: BaseException) -> tuple[Phase, str]:
     """Return the phase and the module's path: the innermost module among the frames that the error passed through."""
     paths = {id(module): path for path, module in session.state.model.named_modules()}
     tracked_path = session.memory.module_path.take_failing()  # always: it must not be there for the next error
+
+    # The frames go from the outermost to the innermost.
     module_path = ""
     has_entered_model = False
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -210,6 +219,7 @@ def _locate(session: Session, error: BaseException) -> tuple[Phase, str]:
             module_path = paths[id(owner)] or module_path
             has_entered_model = True
 
+    # What a task does outside of the model is the loss.
     phase = session.engine.reported_phase
     if phase is Phase.FORWARD and not has_entered_model:
         phase = Phase.LOSS
@@ -234,6 +244,7 @@ def _by_category(
     sizes = dict(session.meter.static)
     sizes.pop(Category.GRADIENTS, None)  # measured below: they need not exist
 
+    # What exists between micro-batches.
     buffers = list(session.meter.communication_buffers())
     if buffers:
         sizes[Category.COMMUNICATION_BUFFERS] = size_of(buffers)
@@ -243,10 +254,13 @@ def _by_category(
     sizes[Category.OPTIMIZER_STATE] = size_of(optimizer_state)  # some of it may have come with this step
     buffers_and_gradients = [*buffers, *session.engine.gradients()]
     sizes[Category.GRADIENTS] = size_of(buffers_and_gradients) - size_of(buffers)  # may be views of them
+
+    # What the watched micro-batch has allocated; what has no category are activations.
     for category in (Category.BATCH, Category.KEPT):
         sizes[category] = sum(size for number, size in events if categories.get(number) is category)
     sizes[Category.ACTIVATIONS] = max(0, used - sum(sizes.values()))
 
+    # On a GPU, also what the allocator does not know of.
     device = session.memory.device
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -256,15 +270,19 @@ def _by_category(
 
 def write(session: Session, failure: Failure) -> Path:
     """Write `oom/NNN_step_S.json`, with the rank if there are several. Return its path."""
+    # The fields of the failure and of its recovery, some of them under other names or in other forms.
     facts = {}
-    for name, value in (asdict(failure) | asdict(failure.recovery)).items():
+    fields = asdict(failure) | asdict(failure.recovery)
+    for name, value in fields.items():
         if name not in NOT_IN_FILES:
             facts[FILE_KEYS.get(name, name)] = value
-    facts["phase"] = failure.place
+    facts["phase"] = failure.location
     facts["trace"] = failure.trace.splitlines()
 
-    rank = f"_rank_{failure.rank}" if session.ranks.world_size > 1 else ""
-    path = session.tracker.run_dir / OOM_REPORTS / f"{session.sizes.oom_restarts:03d}_step_{failure.step}{rank}.json"
+    name = f"{session.sizes.oom_restarts:03d}_step_{failure.step}"
+    if session.ranks.world_size > 1:
+        name += f"_rank_{failure.rank}"
+    path = session.tracker.run_dir / OOM_REPORTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(strict_json(facts, indent=1) + "\n")
     return path

@@ -32,17 +32,20 @@ class Exchange:
         """Return the sum of a bucket over ranks; the bucket itself if no exchange is due or the step is aborted."""
         self.has_reduced = True
         buffer = bucket.buffer()
+
+        # Not now, or not any more: DDP takes the bucket as its own sum.
         is_aborted = self.due and self.ranks.votes_enabled and self.ranks.vote(False)
         if not self.due or is_aborted:
             unchanged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             unchanged.set_result(buffer)
             return unchanged
 
-        def take_sum(work: Any) -> torch.Tensor:
-            work.value()  # raises the exchange's error, if it had one
+        def take_sum(exchange: Any) -> torch.Tensor:
+            exchange.value()  # raises its error, if it had one
             return buffer
 
-        return dist.all_reduce(buffer, async_op=True).get_future().then(take_sum)
+        work = dist.all_reduce(buffer, async_op=True)
+        return work.get_future().then(take_sum)
 
 
 class Buckets(DispatchMode):
@@ -101,6 +104,8 @@ class DDP(Strategy):
         self._parameters_by_update = updates
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._task_module = TaskModule(model)
+
+        # All ranks begin with the model of rank 0; `init_sync` of the wrappers would repeat this for each.
         ranks.broadcast([*model.parameters(), *model.buffers()])
 
         self._update = 0  # the current one
@@ -121,6 +126,8 @@ class DDP(Strategy):
         device = self.ranks.device
         buckets = Buckets()
         exchange = Exchange(self.ranks)
+
+        # DDP allocates its buckets as it is built.
         with self._only_parameters_of(update), buckets:
             module = nn.parallel.DistributedDataParallel(
                 self._task_module,
@@ -131,6 +138,7 @@ class DDP(Strategy):
                 gradient_as_bucket_view=True,
                 init_sync=False,
             )
+
         # The strategy does it when it matters; DDP would in every forward. (torch 2.13 has renamed the parameter.)
         module.broadcast_buffers = False
         module.register_comm_hook(exchange, Exchange.reduce)
@@ -173,6 +181,7 @@ class DDP(Strategy):
         """Rewrap the model: about 3 ms for a toy model, once per failure."""
         super().abort_step()
         self.model.zero_grad(set_to_none=True)
+
         # The new wrapper's buckets are as large as the gradients: first free the old ones and the failed step's
         # reference cycles. Costs about 0.03 s.
         del self._wrappers[self._update]

@@ -64,7 +64,9 @@ class FSDP(Strategy):
 
         # Groups: one shards a copy of the model, the other sums the gradients of the copies.
         replicate_mesh, shard_mesh = ranks.meshes(settings.replicas)
-        replica_group = replicate_mesh.get_group() if settings.replicas > 1 else None
+        replica_group = None
+        if settings.replicas > 1:
+            replica_group = replicate_mesh.get_group()
         self._shard_group = shard_mesh.get_group()
         self.groups = (dist.group.WORLD, self._shard_group, replica_group)
 
@@ -76,6 +78,7 @@ class FSDP(Strategy):
         self._units = [self._root, *sharded_blocks]
         self.recovers_in_place = hasattr(self._root, "reset_iter_state")  # from torch 2.13 on
 
+        # What happens around each unit's forward and backward
         _gate_collectives(task_module, ranks, replica_group)
         if settings.prefetch > 1:
             _prefetch(sharded_blocks, settings.prefetch)
@@ -160,9 +163,11 @@ def _require_ties_within_units(model: nn.Module, blocks: list[nn.Module]) -> Non
     unit_count: collections.Counter[nn.Parameter] = collections.Counter()
     for unit in (model, *blocks):
         unit_count.update(_parameters_of_unit(unit, blocks))
-    for parameter, count in unit_count.items():
+
+    for shared, count in unit_count.items():
         if count > 1:
-            names = [name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter]
+            parameters = model.named_parameters(remove_duplicate=False)
+            names = [name for name, parameter in parameters if parameter is shared]
             raise UserError(
                 f"parallel=fsdp: {' and '.join(names)} are one weight, in a block and outside, or in several blocks, "
                 "which are sharded one by one; leave such modules out of blocks(), untie them, or use parallel=ddp"
@@ -199,12 +204,15 @@ def _shard_options(
 def _prefetch(blocks: list[Any], depth: int) -> None:
     """Gather `depth` blocks ahead. FSDP2 itself gathers one; more overlap with compute, and cost memory."""
     for position, block in enumerate(blocks):
+        # In the forward, the blocks after it.
         following = position + 1
         next_blocks = blocks[following : following + depth]
         block.set_modules_to_forward_prefetch(next_blocks)
+
+        # In the backward those before it, the nearest first.
         first = max(0, position - depth)
         previous_blocks = blocks[first:position]
-        previous_blocks.reverse()  # in the order of the backward
+        previous_blocks.reverse()
         block.set_modules_to_backward_prefetch(previous_blocks)
 
 
@@ -212,8 +220,9 @@ def _as_fp32(model: nn.Module, inputs: Any, output: Any) -> Any:
     """A forward hook: return the output with its floating-point tensors in fp32."""
 
     def convert(value: Any) -> Any:
-        is_float = torch.is_tensor(value) and value.is_floating_point()
-        return value.float() if is_float else value
+        if torch.is_tensor(value) and value.is_floating_point():
+            return value.float()
+        return value
 
     return tree_map(convert, output)
 

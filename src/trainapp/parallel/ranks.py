@@ -330,6 +330,8 @@ def answered_by_rank_zero(ranks: Ranks, ask: Callable[[], T]) -> T:
             answer = ask()
         except UserError as error:
             mistake = error
+
+    # The others wait here for rank 0's answer.
     answer, mistake = ranks.all_gather_object((answer, mistake))[0]
     if mistake is not None:
         raise mistake

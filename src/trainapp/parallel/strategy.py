@@ -72,7 +72,8 @@ class Strategy:
         for group in self._distinct_groups():
             for size in WARM_UP_BYTES:
                 _use_collectives(group, size, device)
-            dist.all_reduce(torch.zeros(2, dtype=torch.float64, device=device), group=group)  # as for totals
+            totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss and count, as in a step
+            dist.all_reduce(totals, group=group)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # an error shows here rather than in the first step
 
@@ -112,9 +113,13 @@ class SingleDevice(Strategy):
 
 def _use_collectives(group: dist.ProcessGroup, size: int, device: torch.device) -> None:
     """Use each collective of a run once, in buffers of `size` bytes."""
+    # A whole buffer in fp32, and this rank's part of it.
     ranks = group.size()
-    shard = torch.zeros(max(1, size // 4 // ranks), device=device)  # of fp32
-    whole = torch.zeros(len(shard) * ranks, device=device)
+    elements_per_rank = max(1, size // 4 // ranks)
+    shard = torch.zeros(elements_per_rank, device=device)
+    whole = torch.zeros(elements_per_rank * ranks, device=device)
+
+    # Gathers and reductions of FSDP2, broadcasts of buffers, sums and maxima.
     dist.all_gather_into_tensor(whole, shard, group=group)
     dist.reduce_scatter_tensor(shard, whole, group=group)
     dist.broadcast(whole, group_src=0, group=group)
@@ -146,8 +151,8 @@ def compute_within(wrapper: nn.Module, task: Task, batch: Any) -> tuple[Any, ...
     count_and_metrics: list[Any] = []
 
     def compute_loss(model: nn.Module) -> torch.Tensor:
-        loss, *more = task(model, batch)
-        count_and_metrics.extend(more)
+        loss, *other_results = task(model, batch)
+        count_and_metrics.extend(other_results)
         return loss
 
     loss = wrapper(compute_loss)

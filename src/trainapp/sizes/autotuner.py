@@ -29,11 +29,14 @@ class Autotuner:
             Whether it is the first work after the sizes have settled, in which algorithms are timed: this may need more
             memory than was validated. Equal on all ranks that share the sizes.
         """
+
         is_settled = sizes.search_has_ended and not sizes.is_unvalidated
         if is_settled is not self._is_on:
             self._is_on = is_settled
             torch.backends.cudnn.benchmark = is_settled
             torch.backends.cudnn.deterministic = not is_settled
+
+        # The autotuner times algorithms in the first settled work.
         if not is_settled:
             self._settled.discard(id(sizes))
             return False

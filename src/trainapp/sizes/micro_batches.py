@@ -21,9 +21,12 @@ class LargestRun(NamedTuple):
 
     def merged(self, other: "LargestRun") -> "LargestRun":
         """Return the larger of each."""
+        # Nearly always the same, in every step: no new tuple.
         if self is NOTHING_RAN or self == other:
             return other
-        peak = self.peak.worst(other.peak) if self.peak else other.peak
+        peak = other.peak
+        if self.peak:
+            peak = self.peak.worst(other.peak)
         return LargestRun(max(self.samples, other.samples), max(self.elements, other.elements), peak)
 
 
@@ -42,11 +45,14 @@ class ShapeHistory:
 
     def finish_attempt(self) -> None:
         """Count the current attempt as clean."""
+        # For all clean steps of this process.
         self.most_elements = max(self.most_elements, self.attempt.elements)
         if self.fewest_samples_in_attempt:
             before = self.fewest_samples or self.fewest_samples_in_attempt
             self.fewest_samples = min(before, self.fewest_samples_in_attempt)
         self.fewest_samples_in_attempt = 0
+
+        # For the next exchange.
         self.clean = self.clean.merged(self.attempt)
         self.attempt = NOTHING_RAN
 
@@ -130,7 +136,9 @@ class MicroBatchSizes:
     @property
     def current_size(self) -> int:
         """The size of the current micro-batch's bucket."""
-        return self.search(self.current.bucket).size if self.current.bucket else self.size
+        if not self.current.bucket:
+            return self.size
+        return self.search(self.current.bucket).size
 
     @property
     def can_shrink(self) -> bool:
@@ -150,12 +158,13 @@ class MicroBatchSizes:
         """
         history = self.history[self.current.bucket]
         search = self.search(self.current.bucket)
+
         has_run_with_so_few = 0 < history.fewest_samples <= self.current.samples
         if has_run_with_so_few:
             return False
-        largest_tried = max(
-            history.attempt.samples, history.fewest_samples, search.largest_validated, search.smallest_failing or 0
-        )
+
+        largest_run = max(history.attempt.samples, history.fewest_samples, search.largest_validated)
+        largest_tried = max(largest_run, search.smallest_failing or 0)
         return search.smallest <= self.current.samples < largest_tried
 
     @property
@@ -189,8 +198,8 @@ class MicroBatchSizes:
         search = self.search(bucket)
         if search.clean_in_process >= search.clean_steps:  # `is_validated`, inlined: runs for every micro-batch
             return True
-        for other_bucket, other in self.searches.items():
-            if other_bucket >= bucket and other.is_validated and other.size >= search.size:
+        for larger_bucket, larger in self.searches.items():
+            if larger_bucket >= bucket and larger.is_validated and larger.size >= search.size:
                 return True
         return False
 
@@ -200,10 +209,12 @@ class MicroBatchSizes:
             return self.searches[bucket]
         size = self.start
         if bucket:
-            for other_bucket, other in self.searches.items():
-                if other.smallest_failing:
-                    size = min(size, int(other.size * other_bucket / bucket))
-        return self._new_search(min(max(size, self.smallest), self.start))
+            for failed_bucket, failed in self.searches.items():
+                if failed.smallest_failing:
+                    size_of_as_many_elements = int(failed.size * failed_bucket / bucket)
+                    size = min(size, size_of_as_many_elements)
+        size = min(max(size, self.smallest), self.start)
+        return self._new_search(size)
 
     def _new_search(self, size: int) -> SizeSearch:
         return SizeSearch(size, self.clean_steps, self.grow, self.smallest)
@@ -260,22 +271,32 @@ class MicroBatchSizes:
         self.begin(bucket, samples)
         micro = MicroBatch(*micro[:-1], bucket)  # a quarter of the time of `_replace`
 
+        # Cut it: usually all of it is one piece, on every rank.
         search = self.search(bucket)
         size = size_for(samples, search.size, search.smallest)
-        pieces: list[Sequence[int]] = cut(range(samples), size) if samples > size else [range(samples)]
+        pieces: list[Sequence[int]]
+        if samples > size:
+            pieces = cut(range(samples), size)
+        else:
+            pieces = [range(samples)]
         if ranks.world_size > 1:
             if self._all_alike():
                 pieces = [range(samples)]
             else:
                 pieces = self._cut_alike_on_all_ranks(pieces, samples, size, ranks)
 
+        # Note what will run: the first piece is the largest; one without samples only keeps step with other ranks.
         largest = len(pieces[0])
-        smallest = largest if len(pieces) == 1 else min(len(piece) for piece in pieces if piece)
+        smallest = largest
+        if len(pieces) > 1:
+            smallest = min(len(piece) for piece in pieces if piece)
         history = self.history[bucket]
         history.attempt = history.attempt.merged(LargestRun(largest, elements * largest // samples))
         history.fewest_samples_in_attempt = min(history.fewest_samples_in_attempt or smallest, smallest)
         self.begin(bucket, smallest)
-        return [micro] if len(pieces) == 1 else pieces_of(micro, pieces, search.smallest)
+        if len(pieces) == 1:
+            return [micro]
+        return pieces_of(micro, pieces, search.smallest)
 
     def cut_all(self, fetched: Iterable[MicroBatch], ranks: Ranks) -> Iterator[MicroBatch]:
         """Yield the pieces of all fetched micro-batches, see `cut`: each by the size when it is reached."""
@@ -325,14 +346,20 @@ class MicroBatchSizes:
             may_change = ranks.world_size == 1 and self.may_change
         for history in self.history.values():
             history.finish_attempt()
+
+        # The settled case, in nearly every step: the ranks exchange nothing.
         if not (self.is_unvalidated or may_change):
             return {}
 
         # The largest over ranks: a rank with fewer samples runs smaller micro-batches and would never validate a size.
         clean_here = {bucket: history.clean for bucket, history in self.history.items()}
         largest = merged(ranks.all_gather_object(clean_here))
+
+        # Note the sizes of this step before they change.
         buckets = sorted({*self.searches, *largest})
         self.sizes_in_force = {bucket: self._size_in_force(bucket, largest) for bucket in buckets}
+
+        # Every search advances by what has run of its shape.
         grown = {}
         for bucket, run in largest.items():
             search = self.search(bucket)
@@ -368,28 +395,39 @@ class MicroBatchSizes:
         Returns:
             The change of the first shape that failed, or None if no other size can help.
         """
+        # Exchange what each rank has run, and why it failed.
         ran_here = {bucket: history.attempt for bucket, history in self.history.items()}
-        report = RankReport(ran_here, self.current.bucket, failure) if culprit else RankReport(ran_here, 0, None)
+        report = RankReport(ran_here, failed_bucket=0, failure=None)
+        if culprit:
+            report = RankReport(ran_here, self.current.bucket, failure)
         reports = ranks.all_gather_object(report)
         self._forget_attempt()
+
+        # Where the request is the same for every size, none can help.
         failures = [report.failure for report in reports if report.failure]
         if any(failure.allocation and failure.allocation.is_size_independent for failure in failures):
             return None
 
+        # Find the shapes that failed.
         failed_buckets = sorted({report.failed_bucket for report in reports if report.failed_bucket})
         if not failed_buckets and self.searches:  # another phase than a micro-batch's: the largest size shrinks
             failed_buckets = sorted(self.searches, key=lambda bucket: self.searches[bucket].size)[-1:]
         if not failed_buckets:  # in the first fetch: no shape is known yet
             return self._halve_start()
+
         # Create all searches before changing any: a new one starts from the failures of the others.
         self.searches |= {bucket: self.search(bucket) for bucket in failed_buckets}
         changes = [self._change_search(bucket, reports) for bucket in failed_buckets]
-        return None if None in changes else changes[0]
+        if None in changes:
+            return None
+        return changes[0]
 
     def _halve_start(self) -> SizeChange | None:
         before = self.start
         self.start = max(self.smallest, before // 2)
-        return None if before <= self.smallest else SizeChange(before, self.start)
+        if before <= self.smallest:
+            return None
+        return SizeChange(before, self.start)
 
     def _change_search(self, bucket: int, reports: Sequence[RankReport]) -> SizeChange | None:
         """Choose the next size of a bucket in which some rank has failed; see `record_failure`."""
@@ -397,6 +435,7 @@ class MicroBatchSizes:
         failures = [report.failure for report in reports if report.failure and report.failed_bucket == bucket]
         failures = failures or [OUT_OF_MEMORY]
 
+        # The model's own errors: too few samples ask for a larger size, a rejected one for the validated size.
         unsupported_samples = max(failure.unsupported_samples for failure in failures)
         size_before = search.size
         if unsupported_samples:
@@ -407,8 +446,12 @@ class MicroBatchSizes:
         out_of_memory = [failure for failure in failures if failure.is_out_of_memory]
         if not out_of_memory:
             return SizeChange(unsupported_samples or size_before, search.size)
+
+        # Memory ran out on some rank: a smaller size than the largest that ran on any.
         largest = merged([report.ran for report in reports])
-        ran = largest[bucket].samples if bucket in largest else size_before  # nothing ran if the fetch failed
+        ran = size_before  # where the fetch failed, before anything ran
+        if bucket in largest:
+            ran = largest[bucket].samples
         can_fit = search.record_failure(ran, out_of_memory[0].allocation)
         if not can_fit:
             return None
@@ -423,7 +466,9 @@ class MicroBatchSizes:
         """Return primitives only."""
         buckets = {}
         for bucket, search in self.searches.items():
-            allocation = None if search.last_failure is None else list(search.last_failure)
+            allocation = None
+            if search.last_failure is not None:
+                allocation = list(search.last_failure)
             buckets[bucket] = [
                 search.size,
                 search.largest_validated,
@@ -462,13 +507,18 @@ class MicroBatchSizes:
             # From a larger global batch: unreachable here, so it would never be validated.
             smallest_failing = None
             has_ended = True
+
+        # Bring all sizes into the range of this run.
         smallest = max(self.smallest, min(smallest, self.start))
         search = self._new_search(max(smallest, min(size, self.start)))
         search.smallest = smallest
         search.largest_validated = min(largest_validated, search.size)
         search.smallest_failing = smallest_failing
         search.search_has_ended = has_ended or not self.grow
-        search.last_failure = None if allocation is None else FailedAllocation(*allocation)
+        if allocation is not None:
+            search.last_failure = FailedAllocation(*allocation)
+
+        # How far it has come holds for its own size only.
         if progress is not None and search.size == size:
             search.load_state_dict(progress)
         return search
@@ -480,4 +530,5 @@ def merged(by_rank: Sequence[dict[int, LargestRun]]) -> dict[int, LargestRun]:
     for runs in by_rank:
         for bucket, run in runs.items():
             largest[bucket] = largest[bucket].merged(run)
-    return {bucket: run for bucket, run in sorted(largest.items()) if run.samples}
+    buckets = sorted(bucket for bucket in largest if largest[bucket].samples)
+    return {bucket: largest[bucket] for bucket in buckets}

@@ -51,7 +51,9 @@ class Sizes:
 
     def state_dict(self) -> dict[str, Any]:
         """Return primitives only, for a checkpoint."""
-        state: dict[str, Any] = {key: sizes.state_dict() for key, sizes in self._by_key().items()}
+        state: dict[str, Any] = {}
+        for key, sizes in self._by_key().items():
+            state[key] = sizes.state_dict()
         state["used"] = {name: sizes.sizes_by_batch for name, sizes in self.by_update.items()}
         return state | self._counts()
 
@@ -61,7 +63,8 @@ class Sizes:
         """
         restart: dict[str, Any] = {}
         for key, sizes in self._by_key().items():
-            has_failed_before = any(search.smallest_failing is not None for search in sizes.searches.values())
+            searches = sizes.searches.values()
+            has_failed_before = any(search.smallest_failing is not None for search in searches)
             if sizes is failing or has_failed_before:
                 restart[key] = sizes.state_dict()
         restart |= self._counts()
@@ -115,13 +118,16 @@ def _usual_size(sizes: MicroBatchSizes, attempts: int) -> int:
     """Return the size of most steps; of a step with several shapes, the largest of its sizes."""
     if not sizes.sizes_by_batch:  # no step had this update
         return sizes.size
+
+    # Sizes were recorded where they changed: each holds until the next record.
     steps_by_size: Counter[int] = Counter()
     starts = sorted(sizes.sizes_by_batch)
     ends = [*starts[1:], attempts + 1]
     for start, end in zip(starts, ends, strict=True):
         size = max(sizes.sizes_by_batch[start].values(), default=sizes.size)
         steps_by_size[size] += end - start
-    return steps_by_size.most_common(1)[0][0]
+    ((usual_size, _),) = steps_by_size.most_common(1)
+    return usual_size
 
 
 def as_schedule(sizes_by_batch: Mapping[int, Mapping[int, int]]) -> dict[int, ScheduledSizes]:
@@ -129,8 +135,12 @@ def as_schedule(sizes_by_batch: Mapping[int, Mapping[int, int]]) -> dict[int, Sc
     schedule: dict[int, ScheduledSizes] = {}
     last: ScheduledSizes | None = None
     for batch_number, by_bucket in sorted(sizes_by_batch.items()):
-        distinct = set(by_bucket.values())
-        sizes: ScheduledSizes = distinct.pop() if len(distinct) == 1 else dict(sorted(by_bucket.items()))
+        # One number if all shapes have the same size.
+        distinct_sizes = set(by_bucket.values())
+        sizes: ScheduledSizes = dict(sorted(by_bucket.items()))
+        if len(distinct_sizes) == 1:
+            sizes = distinct_sizes.pop()
+
         if sizes != last:
             schedule[batch_number] = sizes
             last = sizes
@@ -139,9 +149,11 @@ def as_schedule(sizes_by_batch: Mapping[int, Mapping[int, int]]) -> dict[int, Sc
 
 def sizes_text(sizes: MicroBatchSizes) -> str:
     """Return the size in words; if shapes of data differ, one size per shape, smallest samples first."""
-    by_shape = sorted((bucket, search.size) for bucket, search in sizes.searches.items())
-    if len({size for _, size in by_shape}) < 2:
+    distinct_sizes = {search.size for search in sizes.searches.values()}
+    if len(distinct_sizes) < 2:
         return str(sizes.size)
+
+    by_shape = sorted((bucket, search.size) for bucket, search in sizes.searches.items())
     texts = []
     for size, shapes in groupby(by_shape, key=itemgetter(1)):  # neighbouring shapes with one size are one range
         buckets = [bucket for bucket, _ in shapes]
@@ -151,4 +163,6 @@ def sizes_text(sizes: MicroBatchSizes) -> str:
 
 def shape_suffix(sizes: MicroBatchSizes, bucket: int) -> str:
     """Return a suffix that names the shape, if there are several."""
-    return f" for up to {bucket} elements per sample" if len(sizes.searches) > 1 else ""
+    if len(sizes.searches) < 2:
+        return ""
+    return f" for up to {bucket} elements per sample"

@@ -38,7 +38,7 @@ class PeakSample(NamedTuple):
 class FailedAllocation(NamedTuple):
     """An allocation that failed: its size in bytes, and the micro-batch in which it was asked for."""
 
-    place: str  # phase and module, and whether gradients of earlier micro-batches were in memory
+    location: str  # phase and module, and whether gradients of earlier micro-batches were in memory
     samples: int
     elements: int  # 0 if unknown
     requested: int
@@ -59,12 +59,15 @@ class FailedAllocation(NamedTuple):
             return True
         if previous is None:
             return False
-        is_same_request = (self.place, self.requested) == (previous.place, previous.requested)
+
+        # Only the same allocation, at half the size and not for longer samples, can be compared.
+        is_same_request = (self.location, self.requested) == (previous.location, previous.requested)
         has_half_the_samples = 2 * self.samples <= previous.samples
         has_no_longer_samples = 0 < self.elements * previous.samples <= previous.elements * self.samples
         if not (is_same_request and has_half_the_samples and has_no_longer_samples):
             return False
 
+        # What the smaller size has saved, extrapolated to zero samples, must leave too little room.
         saved = previous.used - self.used
         if saved < -USAGE_TOLERANCE * self.requested:  # something else has grown meanwhile
             return False
@@ -108,6 +111,8 @@ class SizeSearch:
         """
         if not self.is_full_size(ran):
             return None
+
+        # A success ends the row of failures.
         self.clean = min(self.clean + 1, self.clean_steps)
         self.clean_in_process += 1
         self.failures_in_a_row = 0
@@ -118,6 +123,7 @@ class SizeSearch:
         if self.clean < self.clean_steps:
             return None
 
+        # The size is validated: try a larger one, if any is worth it.
         self.largest_validated = max(self.largest_validated, self.size)
         if self.search_has_ended or not self.grow:
             return None
@@ -152,9 +158,12 @@ class SizeSearch:
         Returns:
             False if no size can fit.
         """
+        # Nothing smaller is left, or it has failed, too.
         has_failed_before = self.smallest_failing is not None and ran >= self.smallest_failing
         if ran <= self.smallest or (self.size <= self.smallest and has_failed_before):
             return False
+
+        # A request that does not shrink with the size: only the smallest is worth a try.
         previous_failure = self.last_failure
         self.last_failure = failure
         a_smaller_size_worked = 0 < self.largest_validated < ran
@@ -163,18 +172,22 @@ class SizeSearch:
             if failure.is_optimizer_update:
                 return False
 
+        # What is known of sizes so far.
         self.failures_in_a_row += 1
         self.smallest_failing = min(ran, self.smallest_failing or ran)
         if self.largest_validated >= ran:
             self.largest_validated = 0  # a size that fitted once need not fit again
         self.search_has_ended = not self.grow
+
+        # The next size.
         if self.largest_validated:
             self._return_to_validated()
         elif self.must_try_smallest:
             self.try_size(self.smallest)
         else:
             divisor = 4 if self.failures_in_a_row > 1 and self.grow else 2
-            self.try_size(max(self.smallest, min(self.size, ran // divisor)))
+            smaller = min(self.size, ran // divisor)
+            self.try_size(max(self.smallest, smaller))
         return True
 
     def require_more_than(self, samples: int) -> None:
@@ -186,6 +199,7 @@ class SizeSearch:
         self.last_failure = None
         if self.size >= self.smallest:
             return
+
         larger = self.largest_validated or 2 * samples
         if self.smallest_failing is not None:
             larger = min(larger, self.smallest_failing - 1)
@@ -230,11 +244,14 @@ class SizeSearch:
         smallest_worth_trying = self.size + max(1, math.ceil(SMALLEST_GAIN * self.size))
         if self.smallest_failing is None or self.smallest_failing <= smallest_worth_trying:
             return None
+
+        # The line excludes them: believe it, unless a single measured size determines it.
         size_at_limit = self._size_at_limit()
         if size_at_limit < smallest_worth_trying:
-            # A single measured size does not determine the line, so it excludes nothing.
             is_line_of_two_sizes = min(self.peaks) < self.size
             return None if is_line_of_two_sizes else smallest_worth_trying
+
+        # Otherwise the size on the line, less a margin.
         next_size = SAFETY_FACTOR * size_at_limit
         if next_size >= self.smallest_failing:  # no peak is known, or a failure has disproved the line
             return (self.size + self.smallest_failing) // 2
@@ -245,8 +262,12 @@ class SizeSearch:
         if self.size not in self.peaks:
             return math.inf
         needed, room = self.peaks[self.size]
+
+        # The second point: the next smaller measured size, or the origin.
         smaller = max((size for size in self.peaks if size < self.size), default=0)
-        needed_by_smaller = self.peaks[smaller].needed if smaller else 0
+        needed_by_smaller = 0
+        if smaller:
+            needed_by_smaller = self.peaks[smaller].needed
         rise = needed - needed_by_smaller
         if rise <= 0:
             return math.inf

@@ -48,22 +48,26 @@ class Attributes:
         """Return the names in state dicts, among them what modules add to theirs."""
         names: set[str] = set()
         for root_name, root in self._roots().items():
-            names.update(_joined(root_name, name) for name in root.state_dict(keep_vars=True))
+            for name in root.state_dict(keep_vars=True):
+                names.add(_joined(root_name, name))
         return names
 
     def _fingerprints(self) -> dict[str, Any]:
         """Return the fingerprint of each attribute by its name. An object that only holds others has none."""
+        kinds = (Tensor, np.ndarray, *CONTAINERS, *_PLAIN)
         storages = self._storages_of_modules()
         fingerprints = {}
         for name, attributes in self._holders():
             for attribute, value in attributes.items():
-                if isinstance(value, (Tensor, np.ndarray, *CONTAINERS, *_PLAIN)):
+                if isinstance(value, kinds):
                     fingerprints[_joined(name, attribute)] = fingerprint(value, storages)
         return fingerprints
 
     def _roots(self) -> dict[str, nn.Module]:
         """Return the outermost modules, by the first part of their attributes' names. Callbacks are not trained."""
-        roots = {"": self._stateful.roots["model"]} if "model" in self._stateful.roots else {}
+        roots = {}
+        if "model" in self._stateful.roots:
+            roots[""] = self._stateful.roots["model"]
         for name, module in self._stateful.modules.items():
             if not name.startswith("callbacks."):
                 roots[name] = module
@@ -73,9 +77,9 @@ class Attributes:
         """Yield the attributes of modules and tasks without a state of their own, by the holder's name."""
         for root_name, root in self._roots().items():
             for path, module in root.named_modules():
-                if not has_extra_state(module) and not type(module).__module__.startswith(_LIBRARIES):
-                    attributes = {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
-                    yield _joined(root_name, path), attributes
+                is_of_library = type(module).__module__.startswith(_LIBRARIES)
+                if not is_of_library and not has_extra_state(module):
+                    yield _joined(root_name, path), _attributes_of_user(module)
         for name, task in self._stateful.plain_tasks().items():
             if not has_state_dict(task):
                 yield name, vars(task)
@@ -86,6 +90,11 @@ class Attributes:
             tensors.extend(root.parameters())
             tensors.extend(root.buffers())
         return storages_of(tensors)
+
+
+def _attributes_of_user(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that are not nn.Module's own."""
+    return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
 
 
 def _joined(*parts: str) -> str:
@@ -101,25 +110,33 @@ def fingerprint(value: Any, registered: Collection[int] = (), depth: int = 0) ->
         registered: the `storages_of` parameters and buffers: a second reference to one is no other state.
         depth: its level in containers.
     """
+    # Tensors, arrays and plain values: by what they hold.
     kind = type(value).__qualname__
     if isinstance(value, Tensor):
-        return RESULT if value.grad_fn is not None else (kind, *_values_of(value, registered))
+        if value.grad_fn is not None:
+            return RESULT
+        return kind, *_values_of(value, registered)
     if isinstance(value, np.ndarray):
         return kind, value.shape, str(value.dtype), hashlib.sha256(value.tobytes()).hexdigest()
     if isinstance(value, _PLAIN):
         return kind, repr(value)  # NaN equals NaN
     if isinstance(value, (set, frozenset)):
         return kind, len(value), {item for item in value if isinstance(item, _PLAIN)}
+
+    # Other objects, and those that restore themselves: by their class.
     if not isinstance(value, CONTAINERS) or has_state_dict(value):
         return kind
 
-    items = list(value.items()) if isinstance(value, dict) else list(value)
+    # Containers: by the fingerprints of their items.
+    items: list[Any] = list(value.items()) if isinstance(value, dict) else list(value)
     if depth >= DEPTH:
         return kind, len(items)
     if len(items) > MOST_ITEMS:  # rows of data; those at the ends of a queue change
         items = [len(items), items[0], items[-1]]
     parts = [fingerprint(item, registered, depth + 1) for item in items]
-    return RESULT if RESULT in parts else (kind, parts)
+    if RESULT in parts:
+        return RESULT
+    return kind, parts
 
 
 @torch.no_grad()
@@ -137,7 +154,8 @@ def storages_of(tensors: Iterable[Tensor]) -> set[int]:
     """Return the ids of the tensors' memory."""
     storages: set[int] = set()
     for tensor in tensors:
-        storages.update(storage_id(part.untyped_storage()) for part in _parts(tensor))
+        for part in _parts(tensor):
+            storages.add(storage_id(part.untyped_storage()))
     return storages
 
 

@@ -17,6 +17,7 @@ def checksum(tensor: Tensor) -> Tensor:
     Returns:
         int64 [_PARTS + 1], on the tensor's device.
     """
+    # View its bytes in the order of memory.
     tensor = tensor.detach().resolve_conj().resolve_neg()  # such as those of fft(x).conj()
     memory_order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)  # also for channels_last
     data = tensor.permute(memory_order).contiguous().reshape(-1).view(torch.uint8)
@@ -24,6 +25,7 @@ def checksum(tensor: Tensor) -> Tensor:
     if data.storage_offset() % 8 and bytes_in_words:
         data = data.clone()  # words must start at a multiple of their size
 
+    # One sum per part, and one that depends on the positions in the parts.
     words = data[:bytes_in_words].view(torch.int64)
     part_size = len(words) // _PARTS
     parts = words[: part_size * _PARTS].view(_PARTS, part_size)

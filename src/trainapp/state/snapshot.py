@@ -129,20 +129,25 @@ class Snapshot:
         objects: Mapping[str, Any] | None = None,
         verified: int = 2,
     ) -> None:
+        # What is recorded.
         self._roots = modules
         self._owners = dict(owners or {})
         self._objects = objects or {}
+        self._shards = find_shards(modules.values())
+        self._structure = Structure(self._roots, self._objects, self._shards)
+
+        # What is learnt of the forwards.
         self.written: list[str] = []
         self.changes: set[str] = set()
         self.lost: list[str] = []
         self._steps_to_verify = verified
-        self._shards = find_shards(modules.values())
-        self._structure = Structure(self._roots, self._objects, self._shards)
+
         # The memory of the last copies, of these names in this structure, and grouped for copying.
         self._copies_key: tuple[Structure, list[str]] | None = None
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._copy_groups: list[tuple[list[Tensor], list[Tensor]]] = []  # copies and tensors
-        self._constants: dict[int, _Constant] = {}
+        self._constants: dict[int, _Constant] = {}  # by id
+
         self._state: State | None = None  # None unless a `take` was complete
 
     @classmethod
@@ -154,8 +159,11 @@ class Snapshot:
         for name, owner in stateful.owners.items():
             if not owner.is_restored_elsewhere and owner.kind != "callbacks":
                 owners[name] = owner
-        models = {name: root for name, root in stateful.roots.items() if name == "model"}
-        return cls(models | stateful.modules, owners, stateful.plain_tasks(), verified)
+        modules: dict[str, nn.Module] = {}
+        if "model" in stateful.roots:
+            modules["model"] = stateful.roots["model"]
+        modules |= stateful.modules
+        return cls(modules, owners, stateful.plain_tasks(), verified)
 
     @property
     def _taken(self) -> State:
@@ -172,12 +180,15 @@ class Snapshot:
         """
         self.lost = []
         self._state = None
+
+        # Look at the modules anew if they hold other tensors than in the last `take`.
         if self._steps_to_verify or not self._is_current(self._structure):
             self._structure = Structure(self._roots, self._objects, self._shards)
         structure = self._structure
         references = self._references(structure, structure.contents)
         copies = self._copy_changing(parameters)
 
+        # Tensors and arrays in attributes, besides the buffers that are rarely written.
         constants = list(structure.constants.values())
         arrays = []
         for attributes in references.attributes:
@@ -190,6 +201,14 @@ class Snapshot:
                     constants.append(memory_of(value))
                 elif isinstance(value, tuple):
                     constants.extend(map(memory_of, _kept_tensors(value)))
+
+        # In the first steps also what reveals writes that leave no trace.
+        checksums: dict[str, Tensor] = {}
+        fingerprints: list[dict[str, Any]] = []
+        if self._steps_to_verify:
+            checksums = self._checksums()
+            fingerprints = _fingerprints(structure)
+
         self._state = State(
             structure=structure,
             references=references,
@@ -198,8 +217,8 @@ class Snapshot:
             copies=copies,
             constants=self._copy_constants(constants),
             arrays=arrays,
-            checksums=self._checksums() if self._steps_to_verify else {},
-            fingerprints=_fingerprints(structure) if self._steps_to_verify else [],
+            checksums=checksums,
+            fingerprints=fingerprints,
         )
 
     @staticmethod
@@ -226,10 +245,12 @@ class Snapshot:
 
     def _copy_changing(self, parameters: Parameters) -> list[tuple[Tensor, Tensor]]:
         """Copy the buffers in the state dict and the chosen parameters, into the memory of the last copies."""
+        # The memory of the last copies serves again, unless names or shapes have changed.
         names = self._names_to_copy(parameters)
         has_memory = self._copies_key == (self._structure, names)
         if not has_memory or any(tensor.shape != copy.shape for tensor, copy in self._copies):
             self._allocate_copies(names)
+
         if self._copy_groups:  # entering `no_grad` takes as long as all the rest
             with torch.no_grad():
                 for copies, tensors in self._copy_groups:
@@ -249,9 +270,12 @@ class Snapshot:
     def _allocate_copies(self, names: list[str]) -> None:
         """Allocate memory for copies of the buffers in the state dict and the named tensors."""
         self._forget_copies()  # first: both would not fit in a full memory
+
         structure = self._structure
         tensors = list(structure.buffers.values())
-        tensors.extend(structure.watched[name] for name in names if name in structure.watched)
+        for name in names:
+            if name in structure.watched:
+                tensors.append(structure.watched[name])
         self._copies = [(tensor, torch.empty_like(tensor, requires_grad=False)) for tensor in tensors]
 
         # Grouped by device and dtype: BatchNorm's batch counter is an integer, and CUDA copies a mixed list with one
@@ -314,10 +338,14 @@ class Snapshot:
         state = self._taken
         watched = state.structure.watched
         written = set()
+
+        # By version counters.
         versions = _parameter_versions(state.structure)
         for name, version_before, version in zip(state.structure.parameters, state.versions, versions, strict=True):
             if version != version_before:
                 written.add(name)
+
+        # In the first steps by checksums too: not all writes change the version.
         with outside_dispatch_modes():
             for name, checksum_before in state.checksums.items():
                 if not torch.equal(checksum(watched[name]), checksum_before):
@@ -327,26 +355,32 @@ class Snapshot:
     def changed(self) -> list[str]:
         """Return the names of what holds other values than at `take`, except data, and results left in attributes."""
         state = self._taken
+        structure = state.structure
+
+        # Tensors that have no copy, by their versions and checksums.
         copies: dict[int, Any] = {**state.copies_by_id()}
         for array, copy in state.arrays:
             copies[id(array)] = copy
-        changed = [name for name in self._written() if id(state.structure.watched[name]) not in copies]
+        changed = [name for name in self._written() if id(structure.watched[name]) not in copies]
 
+        # Everything else by its value, before and now.
         before = state.references
-        now = self._references(state.structure)
-        holder_names = [*state.structure.holder_names, ""]  # names of owners are whole
+        now = self._references(structure)
         attributes_before = before.attributes
         attributes_now = now.attributes
         if state.fingerprints:  # a list may be the same, with other contents
             attributes_before = _updated(attributes_before, state.fingerprints)
-            attributes_now = _updated(attributes_now, _fingerprints(state.structure))
+            attributes_now = _updated(attributes_now, _fingerprints(structure))
         values_before = [*before.contents, *attributes_before, before.owner_states]
         values_now = [*now.contents, *attributes_now, now.owner_states]
+        holder_names = [*structure.holder_names, ""]  # names of owners are whole
         with outside_dispatch_modes():
             for holder, old, new in zip(holder_names, values_before, values_now, strict=True):
                 for name in _changed_names(old, new, copies):
-                    changed.append(f"{holder}.{name}" if holder else name)
-        return [name for name in dict.fromkeys(changed) if not name.partition(".")[0].endswith("data")]
+                    whole_name = f"{holder}.{name}" if holder else name
+                    changed.append(whole_name)
+        distinct = dict.fromkeys(changed)
+        return [name for name in distinct if not _is_of_data(name)]
 
     # --- restoring
 
@@ -357,10 +391,13 @@ class Snapshot:
             except_kinds: kinds of owners to leave unchanged.
         """
         state = self._taken
+
+        # What was written without having a copy is lost; from now on it has one.
         written = self._written()
         copies = state.copies_by_id()
         self.lost = [name for name in written if id(state.structure.watched[name]) not in copies]
         self.add_written(written)
+
         self._restore_tensors(state)
         self._restore_references(state.structure, state.references, except_kinds)
 
@@ -385,6 +422,7 @@ class Snapshot:
             for tensor_id, constant in state.constants.items():
                 if version_of(constant.tensor) != constant.version:
                     constants[tensor_id] = constant
+
         self._restore_tensors(dataclasses.replace(state, constants=constants))
         self._restore_references(state.structure, state.references)
         self._constants = state.constants  # copies of later versions have the values of later writes
@@ -406,15 +444,21 @@ class Snapshot:
     ) -> None:
         """Restore registries, attributes, training modes and owners."""
         self._restore_registries(structure, references.contents)
-        of_modules = references.attributes[: len(structure.attributes)]
-        of_objects = references.attributes[len(structure.attributes) :]
+        module_count = len(structure.attributes)
+
+        # Attributes of modules, except those that torch sets itself.
+        of_modules = references.attributes[:module_count]
         for attributes, before in zip(structure.attributes, of_modules, strict=True):
             set_by_torch = {name: attributes[name] for name in MODULE_ATTRIBUTES & attributes.keys()}
             _refill(attributes, before | set_by_torch)
+
+        # Attributes of objects, except those of other kinds, which were not recorded.
+        of_objects = references.attributes[module_count:]
         for attributes, before in zip(structure.objects, of_objects, strict=True):
             plain = _plain(attributes)
             not_recorded = {name: value for name, value in attributes.items() if name not in plain}
             _refill(attributes, not_recorded | before)
+
         for module, is_training in zip(structure.modules, references.training, strict=True):
             module.training = is_training
         self._restore_owners(references.owner_states, except_kinds)
@@ -432,7 +476,7 @@ class Snapshot:
     def restore_generators(self) -> None:
         """Restore only the model's and task's generators: for a second forward of the same samples."""
         for name, state in self._taken.references.owner_states.items():
-            if self._owners[name].kind == "generator" and not name.partition(".")[0].endswith("data"):
+            if self._owners[name].kind == "generator" and not _is_of_data(name):
                 self._owners[name].restore(state)
 
     # --- for recomputation
@@ -453,14 +497,20 @@ class Snapshot:
         structure = state.structure
         before = state.references
         now = self._references(structure)
-        stand_ins: dict[int, Any] = {tensor_id: copy.clone() for tensor_id, copy in state.copies_by_id().items()}
+
+        # Stand-ins for the tensors and arrays that have copies.
+        stand_ins: dict[int, Any] = {}
+        for tensor_id, tensor_copy in state.copies_by_id().items():
+            stand_ins[tensor_id] = tensor_copy.clone()
         for array, array_copy in state.arrays:
             stand_ins[id(array)] = array_copy.copy()
 
+        # Buffers and attributes as they were, parameters and submodules as they are now.
         contents = now.contents.copy()
         for index in range(1, len(contents), REGISTRIES):  # buffers: the second registry of each module
             contents[index] = _with_stand_ins(before.contents[index], stand_ins)
         attributes = [_with_stand_ins(values, stand_ins) for values in before.attributes]
+
         try:
             self._restore_references(structure, before._replace(contents=contents, attributes=attributes))
             yield
@@ -520,6 +570,11 @@ def _refill(values: dict[str, Any], before: dict[str, Any]) -> None:
         values.update(before)
 
 
+def _is_of_data(name: str) -> bool:
+    root_name = name.partition(".")[0]
+    return root_name.endswith("data")
+
+
 def _with_stand_ins(values: dict[str, Any], stand_ins: Mapping[int, Any]) -> dict[str, Any]:
     """Return the values, with a stand-in for each that has one, in tuples too."""
     return {name: _stand_in(value, stand_ins) for name, value in values.items()}
@@ -528,8 +583,12 @@ def _with_stand_ins(values: dict[str, Any], stand_ins: Mapping[int, Any]) -> dic
 def _stand_in(value: Any, stand_ins: Mapping[int, Any]) -> Any:
     if not isinstance(value, tuple) or not any(id(tensor) in stand_ins for tensor in _kept_tensors(value)):
         return stand_ins.get(id(value), value)
+
+    # A new tuple, of the same type.
     items = [_stand_in(item, stand_ins) for item in value]
-    return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
+    if hasattr(value, "_make"):  # a named tuple
+        return type(value)._make(items)
+    return type(value)(items)
 
 
 def _changed_names(before: dict[str, Any], now: dict[str, Any], copies: Mapping[int, Any]) -> list[str]:
@@ -549,11 +608,15 @@ def _is_equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return not _has_memory(a) or (a.shape == b.shape and torch.equal(a, b.to(a)))
+        if not _has_memory(a):
+            return True
+        return a.shape == b.shape and torch.equal(a, b.to(a))
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_is_equal(value, b[name]) for name, value in a.items())
+        if a.keys() != b.keys():
+            return False
+        return all(_is_equal(value, b[name]) for name, value in a.items())
     if isinstance(a, (list, tuple, deque)):
         return len(a) == len(b) and all(map(_is_equal, a, b))
     return isinstance(a, _PLAIN) and np.array_equal(a, b)
@@ -567,14 +630,18 @@ def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Return whether the value is plain, a tensor to restore, or a container of such values."""
     if isinstance(value, _PLAIN):
         return True
     if isinstance(value, Tensor):
         return _is_kept(value) and not value.requires_grad
     if not isinstance(value, CONTAINERS) or depth >= DEPTH or len(value) > MOST_ITEMS:
         return False
-    for item in value.values() if isinstance(value, dict) else value:
-        if not isinstance(item, _PLAIN) and not _is_plain(item, depth + 1):
+    items = value.values() if isinstance(value, dict) else value
+    for item in items:
+        if isinstance(item, _PLAIN):  # most of them: saves a call
+            continue
+        if not _is_plain(item, depth + 1):
             return False
     return True
 
@@ -604,8 +671,8 @@ def _fingerprints(structure: Structure) -> list[dict[str, Any]]:
     return fingerprints
 
 
-def _updated(values: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**attributes, **other} for attributes, other in zip(values, others, strict=True)]
+def _updated(values: list[dict[str, Any]], updates: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**attributes, **update} for attributes, update in zip(values, updates, strict=True)]
 
 
 def _is_kept(value: Any) -> bool:

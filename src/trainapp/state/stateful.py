@@ -94,6 +94,7 @@ class Stateful:
         return tasks
 
     def _add(self, member: "Member", kind: str) -> None:
+        """Add the owners that a member is: of a module its extra state and, outside of the model, its state dict."""
         value = member.value
         if isinstance(value, nn.Module):
             if has_extra_state(value):
@@ -139,11 +140,14 @@ def walk(value: Any, name: str, visited: set[int], depth: int = 0) -> Iterator[M
         visited: ids of objects that were searched before, to which these are added. Tensors are yielded in each place.
         depth: its level below the root.
     """
+    # Leaves of the search.
     if isinstance(value, Tensor):
         yield Member(name, value)
     if isinstance(value, (Tensor, *_PLAIN)) or id(value) in visited or len(visited) > MOST_OBJECTS:
         return
     visited.add(id(value))
+
+    # The object itself.
     if isinstance(value, nn.Module):
         yield from _walk_module(value, name, visited, depth)
         return
@@ -151,18 +155,23 @@ def walk(value: Any, name: str, visited: set[int], depth: int = 0) -> Iterator[M
         yield Member(name, value)
     if depth >= DEPTH:
         return
+
+    # What it holds.
     is_one_owner = moves_at_commit(value)  # of everything it holds except tensors
     for part, child in _children(value):
-        for member in walk(child, f"{name}.{part}" if part else name, visited, depth + 1):
+        child_name = f"{name}.{part}" if part else name
+        for member in walk(child, child_name, visited, depth + 1):
             if isinstance(member.value, Tensor) or not is_one_owner:
                 yield member
 
 
 def _walk_module(module: nn.Module, name: str, visited: set[int], depth: int) -> Iterator[Member]:
     """Yield a module, its submodules, and what is in their attributes but not registered."""
-    submodules = [(f"{name}.{path}" if path else name, submodule) for path, submodule in module.named_modules()]
+    # Mark all of them first: an attribute may refer to a registered submodule.
+    submodules = list(module.named_modules())
     visited.update(id(submodule) for _, submodule in submodules)
-    for submodule_name, submodule in submodules:
+    for path, submodule in submodules:
+        submodule_name = f"{name}.{path}" if path else name
         yield Member(submodule_name, submodule, is_submodule=submodule is not module)
         for attribute, child in list(vars(submodule).items()):
             if attribute not in MODULE_ATTRIBUTES:
@@ -186,6 +195,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.MethodType):
         yield "", value.__self__
     elif isinstance(value, types.FunctionType):
+        # The variables of its closure.
         for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             if cell != types.CellType():  # one that is not filled yet
                 yield variable, cell.cell_contents
@@ -200,7 +210,8 @@ def _is_table(items: list[Any]) -> bool:
     """Return whether these are rows of data, too many to be searched."""
     if len(items) <= MOST_ITEMS:
         return False
-    return not any(isinstance(end, (Tensor, nn.Module)) or _owns_state(end) for end in (items[0], items[-1]))
+    ends = (items[0], items[-1])
+    return not any(isinstance(item, (Tensor, nn.Module)) or _owns_state(item) for item in ends)
 
 
 def _owns_state(value: Any) -> bool:
@@ -217,7 +228,7 @@ def held_tensors(roots: Iterable[Any]) -> Iterator[Tensor]:
             tensors: list[Tensor] = []
             if isinstance(member.value, Tensor):
                 tensors.append(member.value)
-            elif isinstance(member.value, nn.Module) and not member.is_submodule:
+            elif isinstance(member.value, nn.Module) and not member.is_submodule:  # with those of its submodules
                 tensors.extend(member.value.parameters())
                 tensors.extend(member.value.buffers())
             for tensor in tensors:

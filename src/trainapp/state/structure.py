@@ -25,12 +25,16 @@ class Structure:
     """
 
     def __init__(self, roots: Mapping[str, nn.Module], objects: Mapping[str, Any], shards: Shards):
+        # Each module once, though several roots may hold it.
         named_modules = _named_modules(roots)
-        self.modules = list({id(module): module for _, module in named_modules}.values())
+        module_by_id = {id(module): module for _, module in named_modules}
+        self.modules = list(module_by_id.values())
         self.registries: list[dict[str, Any]] = []
         for module in self.modules:
             self.registries.extend(registries_of(module))
         self.contents = [dict(registry) for registry in self.registries]
+
+        # The attributes of the user's modules and objects.
         users_modules = [module for module in self.modules if not type(module).__module__.startswith(_LIBRARIES)]
         self.attributes: list[dict[str, Any]] = [vars(module) for module in users_modules]
         self.objects: list[dict[str, Any]] = [vars(value) for value in objects.values()]
@@ -61,10 +65,12 @@ class Structure:
         self.watched = {**self.parameters, **self.constants}
 
     def _collect_tensors(self, module_name: str, module: nn.Module, shards: Shards, collected: set[int]) -> None:
+        """Add the parameters and buffers of one module that were not `collected` under another name."""
         parameters, buffers, _ = registries_of(module)
         for name, parameter in _new_tensors(parameters, shards, collected):
             self.leaves.append(parameter)
             self.parameters[_joined(module_name, name)] = _local_memory(parameter)
+
         outside_state_dict = non_persistent_buffers(module)
         for name, buffer in _new_tensors(buffers, shards, collected):
             tensors = self.constants if name in outside_state_dict else self.buffers
@@ -102,7 +108,9 @@ def _new_tensors(registry: dict[str, Any], shards: Shards, collected: set[int]) 
     """Yield the registry's tensors that are not `collected` yet and can be restored, and mark them as collected."""
     for name, value in registry.items():
         tensor = shards.get((id(registry), name), value)
-        if tensor is not None and id(tensor) not in collected and can_be_restored(tensor):
+        if tensor is None or id(tensor) in collected:
+            continue
+        if can_be_restored(tensor):
             collected.add(id(tensor))
             yield name, tensor
 

@@ -23,7 +23,13 @@ from torch import Tensor, nn
 from trainapp.data.batch import MicroBatch, tensors_in
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.losses import contrastive
-from trainapp.losses.losses import Metrics, evaluate_metrics, has_embeddings, refuse_without_gradient
+from trainapp.losses.losses import (
+    Metrics,
+    MetricSum,
+    evaluate_metrics,
+    has_embeddings,
+    refuse_without_gradient,
+)
 from trainapp.models.inspect import parameters_behind
 from trainapp.optim.precision import Number
 from trainapp.parallel.ranks import gather_rows
@@ -65,6 +71,8 @@ class CachedGradients(Engine):
                 embeddings.append(self._without_gradients(micro))
             # Without `slice_samples`, which holds the larger batch that this one was cut from.
             micro_batches.append(micro._replace(slice_samples=_is_not_cut_again))
+
+        # Undo what pass 1 has written, since pass 3 writes it again.
         self.snapshot.restore(except_kinds=MOVED_ON)
         if self.snapshot.lost:
             names = ", ".join(self.snapshot.lost[:5])
@@ -99,21 +107,26 @@ class CachedGradients(Engine):
             The step's totals (on rank 0 only, since all ranks compute the same) and the gradients of this rank's
             embeddings: None for an embedding that needs none.
         """
+
         task = self.task
         structure = embeddings[-1]
         parts = [tensors_in(embedding) for embedding in embeddings]
         embeddings.clear()
-        with self.at(Phase.FORWARD), watched([micro.data for micro in micro_batches]):
-            real = [tensors for tensors, micro in zip(parts, micro_batches, strict=True) if micro.real]
-            if not real:  # a rank with dummies alone: no rows
-                real = [[tensor[:0] for tensor in parts[0]]]
-            rows_here = contrastive.join(real, task.setting)
-            del parts, real
+        data = [micro.data for micro in micro_batches]
+        with self.at(Phase.FORWARD), watched(data):
+            # Join this rank's embeddings; dummy micro-batches have no rows.
+            real_parts = [tensors for tensors, micro in zip(parts, micro_batches, strict=True) if micro.real]
+            if not real_parts:
+                real_parts = [[tensor[:0] for tensor in parts[0]]]
+            rows_here = contrastive.join(real_parts, task.setting)
+            del parts, real_parts
+
+            # The loss compares the embeddings of all ranks.
             rows, start, end = gather_rows(self.ranks, rows_here, task.setting)
             if self.is_first:
                 self._first_pass = [tensor[start:end].detach() for tensor in rows]
             totals, gradients = self._loss_and_gradients(structure, rows)
-        return totals, [None if gradient is None else gradient[start:end] for gradient in gradients]
+        return totals, _rows_of(gradients, start, end)
 
     def _loss_and_gradients(self, structure: Any, rows: Sequence[Tensor]) -> tuple[Totals, list[Tensor | None]]:
         """Return the totals of the loss of all ranks' embeddings, and its gradients for them."""
@@ -121,22 +134,28 @@ class CachedGradients(Engine):
         context = self.context
         precision = self.state.precision
         leaves = [tensor.requires_grad_() if tensor.is_floating_point() else tensor for tensor in rows]
-        # Without the rank: the loss draws the same numbers on all ranks.
+
+        # Compute the loss. It is seeded without the rank, so that it draws the same numbers on all ranks.
         seed_from(self.state.device, self.state.seed, context.batch_number, context.update.number)
         with precision.autocast:
             loss, count, metrics = task.loss_of_embeddings(contrastive.like(structure, leaves))
         if self.is_first:
             _require_of_embeddings(loss, task.setting)
 
+        # Count it once, on rank 0: all ranks have computed the same.
         with self.at(Phase.METRIC):
-            metric_sums = evaluate_metrics(metrics, self.stateful_metrics) if context.is_logged else {}
+            metric_sums: dict[str, MetricSum] = {}
+            if context.is_logged:
+                metric_sums = evaluate_metrics(metrics, self.stateful_metrics)
             del metrics
             totals = Totals().plus(loss, count, metric_sums, real=self.ranks.is_rank_zero)
 
+        # Weight and scale it here: pass 3 does neither.
         with self.at(Phase.BACKWARD):
             trained = [leaf for leaf in leaves if leaf.requires_grad]
             weight = self.weight_of(context.samples).to(loss.dtype)
-            gradients = iter(torch.autograd.grad(precision.scaler.scale(loss), trained, weight, allow_unused=True))
+            scaled_loss = precision.scaler.scale(loss)
+            gradients = iter(torch.autograd.grad(scaled_loss, trained, weight, allow_unused=True))
         return totals, [next(gradients) if leaf.requires_grad else None for leaf in leaves]
 
     def _third_pass(self, micro_batches: deque[MicroBatch], gradients: list[Tensor | None]) -> Iterator[MicroBatch]:
@@ -146,11 +165,12 @@ class CachedGradients(Engine):
             micro = micro_batches.popleft()
             if micro.real:
                 end = start + micro.samples
-                self._at_work = (start, [None if gradient is None else gradient[start:end] for gradient in gradients])
+                self._at_work = (start, _rows_of(gradients, start, end))
                 start = end
             else:
                 self._at_work = (None, _zeros_for(micro.samples, gradients))
             yield micro
+
         # Otherwise gradients stay in memory until the next step.
         self._first_pass = ()
         self._at_work = (None, [])
@@ -164,9 +184,14 @@ class CachedGradients(Engine):
     def _product_with_gradients(self, model: nn.Module, batch: Any) -> tuple[Tensor, float, Metrics]:
         start, gradients = self._at_work
         embeddings = tensors_in(contrastive.embed(self.task, model, batch))
+
+        # In the first step, compare them with those of pass 1.
         if self._first_pass and start is not None:
             end = start + len(embeddings[0])
-            self._require_same([tensor[start:end] for tensor in self._first_pass], embeddings)
+            first_pass = [tensor[start:end] for tensor in self._first_pass]
+            self._require_same(first_pass, embeddings)
+
+        # The gradient of an inner product with a constant is that constant.
         products = []
         for embedding, gradient in zip(embeddings, gradients, strict=True):
             if gradient is not None and embedding.requires_grad:
@@ -182,7 +207,9 @@ class CachedGradients(Engine):
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss as it is: the cached gradients are scaled already."""
-        return loss if self._caches else super().scaled(loss)
+        if self._caches:
+            return loss
+        return super().scaled(loss)
 
     def _require_same(self, first_pass: list[Tensor], third_pass: list[Tensor]) -> None:
         """Raise UserError if pass 3 does not repeat pass 1: the gradients would belong to other embeddings. Reads
@@ -193,17 +220,28 @@ class CachedGradients(Engine):
             a = first.float()
             b = third.detach().float()
             if a.shape != b.shape or float((a - b).norm()) > tolerance * float(a.norm()):
+                compile_advice = ", or use train.compile=false" if self.settings.compile else ""
                 raise UserError(
                     f"{self.task.setting}: embed() is not deterministic: calling it twice on the same batch gave "
                     "different results, so gradients cannot be cached; draw from the global generators, and keep state "
-                    "in buffers (docs/oom.md), not in plain attributes"
-                    + (", or use train.compile=false" if self.settings.compile else "")
+                    f"in buffers (docs/oom.md), not in plain attributes{compile_advice}"
                 )
+
+
+def _rows_of(gradients: list[Tensor | None], start: int, end: int) -> list[Tensor | None]:
+    """Return these rows of each gradient; None for an embedding that needs none."""
+    return [None if gradient is None else gradient[start:end] for gradient in gradients]
 
 
 def _zeros_for(samples: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
     """Return gradients of 0 for a dummy micro-batch."""
-    return [None if gradient is None else gradient.new_zeros(samples, *gradient.shape[1:]) for gradient in gradients]
+    zeros: list[Tensor | None] = []
+    for gradient in gradients:
+        if gradient is None:
+            zeros.append(None)
+        else:
+            zeros.append(gradient.new_zeros(samples, *gradient.shape[1:]))
+    return zeros
 
 
 def _product(embeddings: Tensor, gradient: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ def note_dependence(session: Session, context: UpdateContext) -> None:
     """Warn once of what depends on the micro-batch, if steps are cut into several, on one rank or over many.
     Collective.
     """
-    size = max(session.sizes.train.sizes_in_force.values(), default=session.sizes.train.size)
+    sizes = session.sizes.train
+    size = max(sizes.sizes_in_force.values(), default=sizes.size)
     is_cut_here = session.batches.accumulation(size) > 1
     if is_cut_here or session.ranks.world_size > 1:
         record = session.engine.draw_record
@@ -52,6 +53,8 @@ def _note_writes(session: Session, size: int, is_cut_here: bool) -> None:
     """
     depends = session.engine.draw_record.depends
     written = session.snapshot.changes
+
+    # BatchNorm's statistics have a message of their own, with a way out.
     norms = set(batchnorms(session.state.model))
     statistics = {name for name in written if _module_of(name) in norms}
     if statistics:  # without any, the layers are in evaluation mode
@@ -61,6 +64,7 @@ def _note_writes(session: Session, size: int, is_cut_here: bool) -> None:
             f"{instead_of_batchnorm(session.config.model)} does not"
         )
 
+    # Any other state, except rows that belong to samples, and a task that sees the whole step.
     modules = {"model": session.state.model, **session.state.stateful.modules}
     other_state = written - statistics - per_sample_buffers(modules)
     if has_embeddings(session.engine.task):  # the task is called once per step

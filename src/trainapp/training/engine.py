@@ -55,18 +55,21 @@ class Totals:
         """
         if not real:
             return self
+        # Loss and count.
         new_loss = _summand(loss)
         if isinstance(self.loss, Tensor):  # skipped for the first: saves an operation per step
             new_loss = self.loss + new_loss
         if type(count) is not int:  # fast path for plain integers
             count = _summand(count)
         new_count = self.count + count
+
+        # Sum the metrics, each with the denominator of the micro-batches that have it.
         added = {}
         for name, value in metrics.items():
             total, denominator = self.metrics.get(name, (0, 0))
             if isinstance(value, tuple):
-                metric_sum, own_count = value
-                denominator = denominator + _summand(own_count)
+                metric_sum, metric_count = value
+                denominator = denominator + _summand(metric_count)
             else:
                 metric_sum = value
                 # If all micro-batches so far have the metric, reuse the loss's count: saves an operation each.
@@ -78,8 +81,9 @@ class Totals:
         """Return loss and count summed over all ranks, in one collective, whatever metrics each rank has."""
         if ranks.world_size == 1:
             return self
-        here = torch.stack([_on(ranks.device, self.loss), _on(ranks.device, self.count)])
-        loss, count = ranks.all_reduce_sum(here)
+        loss_here = _on(ranks.device, self.loss)
+        count_here = _on(ranks.device, self.count)
+        loss, count = ranks.all_reduce_sum(torch.stack([loss_here, count_here]))
         return Totals(loss, count, self.metrics, self.samples)
 
     def means(self, ranks: Ranks | None = None) -> dict[str, float]:
@@ -89,13 +93,20 @@ class Totals:
         Args:
             ranks: adds up the metrics of all ranks (collective); None: only this rank's.
         """
-        metrics_here = {name: (float(total), float(count)) for name, (total, count) in self.metrics.items()}
+        # Read this rank's sums, which waits for the device.
+        metrics_here = {}
+        for name, (total, count) in self.metrics.items():
+            metrics_here[name] = (float(total), float(count))
+
+        # Add up those of the ranks that have the metric.
         totals: dict[str, float] = {}
         counts: dict[str, float] = {}
-        for metrics in (ranks or SingleRank()).all_gather_object(metrics_here):
+        metrics_by_rank = (ranks or SingleRank()).all_gather_object(metrics_here)
+        for metrics in metrics_by_rank:
             for name, (total, count) in metrics.items():
                 totals[name] = totals.get(name, 0.0) + total
                 counts[name] = counts.get(name, 0.0) + count
+
         means = {"loss": _mean("loss", float(self.loss), float(self.count))}
         for name, total in totals.items():
             means[name] = _mean(name, total, counts[name])
@@ -178,10 +189,14 @@ class Engine:
         self.stateful_metrics = stateful_metrics
         self.draw_record = draw_record or DrawRecord()
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
-        self.snapshot = Snapshot.of(state.stateful, verified=(state.first_steps + 1) * len(state.updates))
+        # Compare checksums until every update has been made once, and in one more step.
+        verified_updates = (state.first_steps + 1) * len(state.updates)
+        self.snapshot = Snapshot.of(state.stateful, verified=verified_updates)
         self.nonfinite = NonFiniteCheck(settings.nonfinite, state.device, state.precision.scaler.is_enabled())
         self.draws_by_sample = belong_to_samples(settings.draws, state.device)
-        self._compute = strategy.compute if wrap_compute is None else wrap_compute(strategy.compute)
+        self._compute: Compute = strategy.compute
+        if wrap_compute is not None:
+            self._compute = wrap_compute(strategy.compute)
         self._weights: dict[int, Tensor] = {}  # see `weight_of`
 
         self.phase = Phase.START
@@ -208,6 +223,8 @@ class Engine:
         self.context = context
         self.only_compares = False
         self.accumulates = False
+
+        # What the forwards draw is equal in a retry and in a resumed run.
         key = (self.state.seed, context.batch_number, context.update.number)
         self.draws_for = (training_draws(context.update.name), key)
         # The true count is known only at the end (padding); `clip` corrects the scaling by samples.
@@ -222,10 +239,10 @@ class Engine:
         """Return a context manager for forward and backward of a micro-batch, or its evaluation, in which random
         numbers belong to samples (`train.draws=per_sample`).
         """
-        if self.draws_by_sample:
-            work, key = self.draws_for
-            return SampleDraws(key, micro.positions, self.draw_record, work)
-        return contextlib.nullcontext()
+        if not self.draws_by_sample:
+            return contextlib.nullcontext()
+        work, key = self.draws_for
+        return SampleDraws(key, micro.positions, self.draw_record, work)
 
     @property
     def task(self) -> Task:
@@ -235,7 +252,8 @@ class Engine:
     @property
     def knows_loss(self) -> bool:
         """Whether every loss is built in."""
-        return all(map(can_be_chunked, (self.evaluated_task, *self.tasks.values())))
+        tasks = (self.evaluated_task, *self.tasks.values())
+        return all(map(can_be_chunked, tasks))
 
     def train_only(self, update: Update) -> contextlib.AbstractContextManager[None]:
         """Return a context manager in which only this update's parameters require gradients."""
@@ -266,7 +284,9 @@ class Engine:
         A dummy micro-batch (`real=False`) keeps this rank in step with the others and adds nothing.
         """
         with self.at(Phase.FORWARD):
-            gradients_before = [p.grad for p in self.parameters] if self.is_first else None
+            gradients_before = None
+            if self.is_first:  # check that the task leaves the sum so far alone
+                gradients_before = [p.grad for p in self.parameters]
             with self.context.update.precision.autocast:
                 loss, count, metrics = self.compute(micro.data)
             if gradients_before is not None:
@@ -277,7 +297,9 @@ class Engine:
     def add_to_totals(self, micro: MicroBatch, loss: Tensor, count: Number, metrics: Metrics) -> None:
         """Add a micro-batch's loss and count to the totals; in a logged step also its metrics."""
         with self.at(Phase.METRIC):
-            metric_sums = evaluate_metrics(metrics, self.stateful_metrics) if self.context.is_logged else {}
+            metric_sums: dict[str, MetricSum] = {}
+            if self.context.is_logged:
+                metric_sums = evaluate_metrics(metrics, self.stateful_metrics)
             self.totals = self.totals.plus(loss, count, metric_sums, real=micro.real)
 
     def compute(self, batch: Any) -> tuple[Tensor, Number, Metrics]:
@@ -292,7 +314,9 @@ class Engine:
     def backward(self, loss: Tensor, micro: MicroBatch) -> None:
         """Accumulate gradients in `p.grad`."""
         with self.at(Phase.BACKWARD):
-            weight = self.loss_weight if micro.real else self.loss_weight * 0
+            weight = self.loss_weight
+            if not micro.real:
+                weight = weight * 0
             checked: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if self.is_first and micro.last:
                 checked = checked_gradients(self.state.model, loss)
@@ -321,7 +345,10 @@ class Engine:
     def _clip_unscaled(self, totals: Totals) -> Tensor:
         # Comparing the type is faster than looking up a shard's attribute, which most gradients lack.
         gradients = [g if type(g) is Tensor else local(g) for g in self.gradients()]
-        norm = self.strategy.grad_norm(gradient_norm(gradients, self.norm_dtype(totals)))
+
+        # Of sharded gradients, each rank has a part of the norm.
+        norm_here = gradient_norm(gradients, self.norm_dtype(totals))
+        norm = self.strategy.grad_norm(norm_here)
 
         # The gradients are divided and clipped in one pass.
         factor = count_factor(totals.count, self.context.samples, norm.device)
@@ -338,7 +365,9 @@ class Engine:
         """Return the dtype in which the gradient norm is summed; None: the gradients' dtype."""
         if may_be_extreme(totals.count, self.context.samples):
             return torch.float64
-        return torch.float32 if self.context.update.precision.mode == "bf16_pure" else None
+        if self.context.update.precision.mode == "bf16_pure":
+            return torch.float32
+        return None
 
     def commit(self, totals: Totals, norm: Tensor) -> bool:
         """Apply the update: `optimizer.step()`. Return False if the step is skipped: for a non-finite value, or because
@@ -346,6 +375,8 @@ class Engine:
         """
         update = self.context.update
         progress = self.state.progress
+
+        # Decide whether to apply the update, while the step can still be undone.
         with self.at(Phase.CLIP):
             self.ranks.check_peers()  # last chance to abort the step
             self.snapshot.record_step_writes()
@@ -354,7 +385,9 @@ class Engine:
                 self.set_rates()
             else:
                 self.skip_step()
-        self.is_partly_applied = True  # until `finish_update`; of a skipped update progress changes, too
+
+        # From here on an error may leave the update half applied. Of a skipped one progress changes, too.
+        self.is_partly_applied = True  # until `finish_update`
         if applied:
             with self.at(Phase.COMMIT):
                 applied = update.precision.step(update.optimizer)
@@ -385,11 +418,11 @@ class Engine:
         lost_by_rank = self.ranks.all_gather_object(self.snapshot.lost)
         lost = sorted(set().union(*lost_by_rank))
         if lost:
+            last_checkpoint = self.nonfinite.last_checkpoint() or "none"
             raise TrainingStopped(
                 f"step {self.context.step_number}: train.nonfinite=skip cannot skip this step, because its forward is "
                 f"the first to write parameters in place ({', '.join(lost[:5])}), of which there is no copy yet; the "
-                f"last checkpoint is {self.nonfinite.last_checkpoint() or 'none'}. Make them buffers, which are always "
-                "copied"
+                f"last checkpoint is {last_checkpoint}. Make them buffers, which are always copied"
             )
 
     def gradients(self) -> list[Tensor]:
@@ -458,8 +491,11 @@ def _summand(value: Number) -> Number:
     """Return the value detached, and at least in fp32: bf16 cannot count beyond 256."""
     if not isinstance(value, Tensor):
         return value
-    value = value.detach() if value.requires_grad else value
-    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+    if value.requires_grad:
+        value = value.detach()
+    if value.dtype in (torch.bfloat16, torch.float16):
+        return value.float()
+    return value
 
 
 def _mean(name: str, total: float, count: float) -> float:

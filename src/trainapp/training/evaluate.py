@@ -38,6 +38,8 @@ def evaluate(session: Session) -> None:
     assert session.eval_sets, "evaluation without evaluation data"
     session.attempt.started = time.monotonic()
     begin_counting_refused(session)
+
+    # Evaluate the sets that are not finished yet: after an error, it continues with the one that failed.
     with session.engine.at(Phase.EVALUATE):
         session.engine.nonfinite.check()
         try:
@@ -68,6 +70,8 @@ def _record_results(session: Session) -> None:
         for metric, value in metrics.items():
             values[logged_name(name, metric)] = value
     session.evaluation.finished = {}
+
+    # Results of stateful metrics that are no numbers go to callbacks only.
     means = {name: value for name, value in values.items() if isinstance(value, float)}
     session.evaluation.last = means
     progress.evaluated_at = progress.step
@@ -83,26 +87,36 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str,
     current = session.evaluation
     autotuner = session.sizes.autotuner
     tunes = autotuner is not None and autotuner.follow(sizes)
-    if current.totals is None:  # skipped on a retry, which may run on one rank only
+
+    # Make the ranks equal; skipped on a retry, which may run on one rank only.
+    if current.totals is None:
         # Each rank validates its size on its own batches, whose number differs: agree once.
-        session.ranks.enable_votes(any(session.ranks.all_gather_object(tunes or sizes.is_unvalidated)))
+        votes = session.ranks.all_gather_object(tunes or sizes.is_unvalidated)
+        session.ranks.enable_votes(any(votes))
         # Rows of a rank's own samples would be lost to training.
-        rows = {name.removeprefix("model.") for name in per_sample_buffers({"model": session.state.model})}
+        names = per_sample_buffers({"model": session.state.model})
+        rows = {name.removeprefix("model.") for name in names}
         session.strategy.broadcast_buffers(except_for=rows)
+
+    # Begin the set, or begin it again.
     must_begin_again = batches.is_stream and not current.complete  # a stream is read from its start
     if current.totals is None or must_begin_again:
         _undo_writes(session)
         current.totals = Totals()
-        current.embedded = SetEmbeddings(session.task) if has_embeddings(session.task) else None
+        current.embedded = None
+        if has_embeddings(session.task):
+            current.embedded = SetEmbeddings(session.task)
         session.metrics.reset()
     _set_state_aside(session)
 
+    # Run its micro-batches, then return to the state before them.
     totals = _totals_with_own_rows(session, name, batches)
     if session.strategy.forward_is_collective:
         session.strategy.finish_accumulation()
         sizes.record_success(session.ranks, may_change=True)  # a rank may have seen shapes that are new to others
     _undo_writes(session)
 
+    # Merge the results of all ranks.
     totals = totals.over(session.ranks)
     results = session.metrics.results(session.ranks, functools.partial(stopping.interruptible, session))
     values = results | totals.means(session.ranks) | as_scalars(results)
@@ -126,6 +140,8 @@ def _totals_of_set(session: Session, name: str, batches: EvalBatches) -> Totals:
             keep = functools.partial(_keep, session, _per_sample_copies(session))
             each_micro_batch(session, fetched, compute, keep)
             current.complete = True
+
+        # The loss of embeddings compares all of them, so it comes after the last micro-batch.
         if current.embedded is None:
             return current.totals
         return _totals_of_embeddings(session, current.embedded, batches)
@@ -157,19 +173,19 @@ def _undo_writes(session: Session) -> None:
         lost = session.snapshot.return_to(session.evaluation.before)
     session.evaluation.before = None
     if lost:
-        what = f"the evaluation at step {session.state.progress.step}"
-        session.tracker.warn_once(written_without_copy(what, lost), topic="parameters written in evaluation")
+        work = f"the evaluation at step {session.state.progress.step}"
+        session.tracker.warn_once(written_without_copy(work, lost), topic="parameters written in evaluation")
 
 
-def written_without_copy(what: str, names: Sequence[str]) -> str:
+def written_without_copy(work: str, names: Sequence[str]) -> str:
     """Return a warning about parameters whose first write in place cannot be undone.
 
     Args:
-        what: the work that has written them.
+        work: what has written them, such as "the evaluation at step 3".
         names: the parameters.
     """
     return (
-        f"{what} is the first to write {listed(names)} in place, of which there was no copy yet (from now on there "
+        f"{work} is the first to write {listed(names)} in place, of which there was no copy yet (from now on there "
         "is): training continues with what it has written. Make them buffers, which are always copied"
     )
 
@@ -212,16 +228,18 @@ def each_micro_batch(
     sizes = session.sizes.evaluation
     for micro in sizes.cut_all(fetched, session.eval_ranks):
         with session.metrics.undone_on_error():
+            # Until the ranks agree, this micro-batch may be repeated: nothing of it counts.
             watching = watched(session, sizes, micro.data, micro.samples)
             with watching, session.engine.sample_draws(micro):
                 result = compute(micro)
             session.snapshot.record_written()
             session.eval_ranks.check_peers()  # last chance to repeat a micro-batch
+
+        # From here on it counts.
         keep(micro, result)
         session.snapshot.take()
-        (stop,) = session.eval_ranks.all_reduce_max(
-            stopping.stop_heard(session)
-        )  # also a vote: what comes next has none
+        signal_here = stopping.stop_heard(session)
+        (stop,) = session.eval_ranks.all_reduce_max(signal_here)  # also a vote: what comes next has none
         sizes.record_success(session.eval_ranks)
         if stop:
             break
@@ -237,6 +255,7 @@ def _totals_with(session: Session, micro: MicroBatch) -> Totals:
     metric_sums = evaluate_metrics(metrics, session.metrics.names)
     if micro.real:
         session.metrics.update(metrics)
+
     # A copy: a loss that is a view would keep its micro-batch's tensors until the evaluation ends.
     return current.totals.plus(loss.clone(), count, metric_sums, micro.samples, micro.real)
 
@@ -277,7 +296,8 @@ def _per_sample_copies(session: Session) -> dict[str, torch.Tensor]:
     assert current.totals is not None, "outside an evaluation"
     if current.totals.samples or current.embedded is not None:
         return {}
-    return {name: tensor.clone() for name, tensor in per_sample_tensors({"model": session.state.model}).items()}
+    tensors = per_sample_tensors({"model": session.state.model})
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def _require_own_rows(session: Session, copies: dict[str, torch.Tensor], micro: MicroBatch) -> None:
@@ -285,14 +305,22 @@ def _require_own_rows(session: Session, copies: dict[str, torch.Tensor], micro: 
     `eval_ranks`.
     """
     global_size = session.config.batch.global_size
-    rows = {global_size, -(-global_size // session.ranks.world_size)}
+    share = -(-global_size // session.ranks.world_size)  # rounded up
+    row_counts = {global_size, share}  # a buffer may have rows for either
     tensors = per_sample_tensors({"model": session.state.model})
     for name, copy in copies.items():
-        written = rows_written(copy, tensors[name], rows) if name in tensors else 0
-        has_own_rows = written == 0 or written >= micro.samples or not micro.real
-        (missing,) = session.eval_ranks.all_reduce_max(0 if has_own_rows else micro.samples - written)
+        written = 0  # rows
+        if name in tensors:
+            written = rows_written(copy, tensors[name], row_counts)
+
+        # The ranks agree on the fewest rows that any of them has written.
+        missing_here = 0
+        if micro.real and 0 < written < micro.samples:
+            missing_here = micro.samples - written
+        (missing,) = session.eval_ranks.all_reduce_max(missing_here)
         if missing:
-            raise SharedRows(name, micro.samples, max(1, micro.samples - missing))
+            rows = max(1, micro.samples - missing)
+            raise SharedRows(name, micro.samples, rows)
 
 
 def _totals_with_own_rows(session: Session, name: str, batches: EvalBatches) -> Totals:
@@ -325,7 +353,9 @@ def _totals_of_embeddings(session: Session, embedded: SetEmbeddings, batches: Ev
 
     Collective on the first call only, so that a retry may run on one rank.
     """
+    # The embeddings of all ranks, in global batches as in training.
     global_batches = embedded.gathered(session.ranks, batches.is_stream, session.config.batch.global_size)
+
     session.metrics.reset()  # drops results of an attempt that ran out of memory
     totals = Totals()
     for start, rows in global_batches:
@@ -353,18 +383,27 @@ def record_objective(session: Session, means: dict[str, float]) -> None:
     if metric not in means:  # only some batches may have it
         _note_missing_objective(session, means)
     value = means.get(metric, math.nan)
+
+    # The schedule may follow it.
     progress.objective = value
     if session.limits.evaluation_is_scheduled(progress):
         for update in session.state.updates:
             update.schedule.record_objective(value)
 
+    # The best so far selects a checkpoint.
     only_checks = session.config.activity.trains and progress.step == 0
     if direction is None or only_checks or not math.isfinite(value):
         return
     best = progress.best
-    if best is None or (value > best if direction == "max" else value < best):
+    if best is None or _is_better(value, best, direction):
         progress.best = value
         progress.best_step = progress.step
+
+
+def _is_better(value: float, best: float, direction: str) -> bool:
+    if direction == "max":
+        return value > best
+    return value < best
 
 
 def _note_missing_objective(session: Session, means: dict[str, float]) -> None:

@@ -48,9 +48,11 @@ def end(session: Session) -> None:
         call(session, "on_end")
     if session.callbacks.failure is None:
         return
-    newest = session.checkpointer.newest_name() if session.config.activity.trains else None
-    saved = f"the run is saved in {newest}; " if newest else ""
-    raise TrainingStopped(f"{session.callbacks.failure}\n{saved}fix the callback, or remove it, and restart")
+    newest_checkpoint = None
+    if session.config.activity.trains:
+        newest_checkpoint = session.checkpointer.newest_name()
+    saved_text = f"the run is saved in {newest_checkpoint}; " if newest_checkpoint else ""
+    raise TrainingStopped(f"{session.callbacks.failure}\n{saved_text}fix the callback, or remove it, and restart")
 
 
 def call(session: Session, method: str, *arguments: Any) -> None:
@@ -58,6 +60,8 @@ def call(session: Session, method: str, *arguments: Any) -> None:
     methods = list(session.callbacks.having(method))
     if not methods or session.callbacks.failure is not None:  # the run is about to end
         return
+
+    # Run them one after the other, until one fails.
     verdict = Verdict()
     preserved = session.snapshot.preserved_generators()
     with session.meter.pause(), preserved, evaluation_mode(session.state.modules), torch.no_grad():
@@ -68,9 +72,12 @@ def call(session: Session, method: str, *arguments: Any) -> None:
                 verdict.failure = str(error)
             except Exception as error:
                 title = f"callbacks.{name}: {method} failed at step {session.state.progress.step}"
-                verdict.failure = f"{title}\n{''.join(traceback.format_exception(error)).rstrip()}"
+                trace = "".join(traceback.format_exception(error)).rstrip()
+                verdict.failure = f"{title}\n{trace}"
             if verdict.failure:
                 break
+
+    # Leave no trace of their forwards and backwards.
     if session.strategy.forward_is_collective:
         session.strategy.finish_accumulation()
     session.engine.drop_gradients()
@@ -80,18 +87,22 @@ def call(session: Session, method: str, *arguments: Any) -> None:
 def _act(session: Session, verdict: Verdict) -> None:
     """Apply errors and stops of any rank on all ranks. Collective if callbacks exist."""
     progress = session.state.progress
+
+    # Learn in one small exchange whether any rank wants something.
     wants_to_act = int(verdict != Verdict())
-    any_acts, signal_heard, any_pauses = session.ranks.all_reduce_max(
-        wants_to_act, stopping.stop_heard(session), int(verdict.pauses)
-    )
+    signal_here = stopping.stop_heard(session)
+    any_acts, signal_heard, any_pauses = session.ranks.all_reduce_max(wants_to_act, signal_here, int(verdict.pauses))
     if not session.is_finished:
         session.stop.agreed = signal_heard  # the callback may have taken long: no further step
 
+    # The first rank's failure and the first rank's reason to stop are those of all.
     verdicts = [verdict]
     if session.ranks.world_size > 1 and any_acts:
         verdicts = session.ranks.all_gather_object(verdict)
     failures = [verdict.failure for verdict in verdicts if verdict.failure]
-    session.callbacks.failure = failures[0] if failures else None
+    session.callbacks.failure = None
+    if failures:
+        session.callbacks.failure = failures[0]
     stops = [verdict.stop for verdict in verdicts if verdict.stop]
     if stops and progress.stopped is None:
         progress.stopped = stops[0]
@@ -138,6 +149,8 @@ def log(session: Session, context: UpdateContext, result: UpdateResult) -> None:
     """Collect this update's metrics; write them after the step's last update. Waits for the device."""
     progress = session.state.progress
     batches = session.batches
+
+    # Metrics of the update: those of a skipped one mean nothing.
     if result.applied:
         session.engine.nonfinite.check()
         metrics = result.totals.means(session.ranks)
@@ -148,6 +161,8 @@ def log(session: Session, context: UpdateContext, result: UpdateResult) -> None:
         session.step_metrics["loss"] = metrics["loss"]  # of a step's last update
     if progress.update or not session.step_metrics:
         return
+
+    # After the step's last update, add what is measured once per step.
     size = session.sizes.train.size
     scalars = session.step_metrics | {
         "epoch": batches.epochs(progress),
@@ -174,6 +189,8 @@ def warn_nothing_counts(session: Session, context: UpdateContext) -> None:
 def warn_of_unknown_epochs(session: Session) -> None:
     """Warn of intervals in epochs, which an endless stream never completes. Call before the first step."""
     config = session.config
+
+    # Intervals in epochs that the run would use.
     intervals = {}
     if session.eval_sets and session.limits.evaluate.epochs:
         intervals["every.eval"] = config.every.eval
@@ -182,6 +199,7 @@ def warn_of_unknown_epochs(session: Session) -> None:
     is_known_to_end = session.state.progress.epoch > 0 or hasattr(session.batches.dataset, "__len__")
     if not config.activity.trains or not intervals or is_known_to_end:
         return
+
     settings = ", ".join(f"{name}={value}" for name, value in intervals.items())
     session.tracker.warn_once(
         f"{settings}: data={config.data.target} is a stream, whose epoch ends where the stream does. If it is endless, "

@@ -41,6 +41,8 @@ def require_same_twice(session: Session, context: UpdateContext, accumulate: Cal
     """
     engine = session.engine
     engine.only_compares = True
+
+    # Run the step twice, each time from the same snapshot and seeds.
     outcomes = []
     for _ in range(2):
         totals = accumulate(engine, micro_batches(session), functools.partial(micro_batch_context, session))
@@ -49,12 +51,14 @@ def require_same_twice(session: Session, context: UpdateContext, accumulate: Cal
         engine.seed(context)
     engine.only_compares = False
 
+    # All ranks stop if any has found a difference, with the names of the first that has.
     first, second = outcomes
     changed = [name for name in first | second if first.get(name) != second.get(name)]
     for names in session.ranks.all_gather_object(changed):
-        if names:  # of the first rank that differs
+        if names:
             is_deterministic = session.config.train.deterministic
             raise TrainingStopped(_message(names, context, is_deterministic, session.state.device))
+
     session.exactness_checks_left -= 1
     if not session.exactness_checks_left:
         session.tracker.note(f"check_exactness: retrying each of the first {STEPS} steps gives the same result")
@@ -70,8 +74,12 @@ def outcome(session: Session, totals: Totals) -> dict[str, Any]:
         results[f"the metric {name}"] = tuple(map(_bits, sums))
     for name, parameter in state.model.named_parameters():
         results[f"the gradient of model.{name}"] = _bits(parameter.grad)
-    for root, module in {"model": state.model, **state.stateful.modules}.items():
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+
+    # What forwards have written, in modules and in other objects with a state.
+    modules = {"model": state.model, **state.stateful.modules}
+    for root, module in modules.items():
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        for name, tensor in tensors:
             results[f"{root}.{name}"] = _bits(tensor)
     for name, owner in state.stateful.owners.items():
         if not owner.is_restored_elsewhere:

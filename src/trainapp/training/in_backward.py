@@ -38,7 +38,9 @@ class InBackward(Engine):
         """The phase as reports and plans name it; updates in the backward have phases of their own."""
         if not self.is_partly_applied:
             return self.phase
-        return Phase.BACKWARD_AFTER_UPDATES if self.phase is Phase.BACKWARD else Phase.UPDATE_IN_BACKWARD
+        if self.phase is Phase.BACKWARD:
+            return Phase.BACKWARD_AFTER_UPDATES
+        return Phase.UPDATE_IN_BACKWARD
 
     def backward(self, loss: Tensor, micro: MicroBatch) -> None:
         """Accumulate gradients; in the last micro-batch, apply each once it is complete.
@@ -46,7 +48,12 @@ class InBackward(Engine):
         Raises UserError for a model that uses a parameter after its gradient is complete.
         """
         completes_gradients = micro.last and not self.only_compares
-        with self._updating() if completes_gradients else contextlib.nullcontext():
+        updating: contextlib.AbstractContextManager[None]
+        if completes_gradients:
+            updating = self._updating()
+        else:
+            updating = contextlib.nullcontext()
+        with updating:
             super().backward(loss, micro)
 
     @contextlib.contextmanager
@@ -59,9 +66,13 @@ class InBackward(Engine):
         if not self._applies:
             yield
             return
+
+        # What a separate step would have set between the backward and the update.
         self.set_rates()
         self._dtype = self.norm_dtype(totals)
         self._factor = count_factor(totals.count, self.context.samples, self.state.device)
+
+        # The hooks update each parameter, until the backward has ended.
         with contextlib.ExitStack() as hooks:
             for parameter in self.parameters:
                 if parameter.requires_grad:
@@ -69,15 +80,17 @@ class InBackward(Engine):
             try:
                 yield
             except RuntimeError as error:
-                if "modified by an inplace operation" in str(error):
-                    raise UserError(
-                        "optimizer.in_backward=true: the backward needs a parameter again after its gradient is "
-                        "complete, such as one that is also used under detach(), or that shares memory with another "
-                        f"({str(error).splitlines()[0]}); use optimizer.in_backward=false"
-                    ) from error
-                raise
+                if "modified by an inplace operation" not in str(error):
+                    raise
+                reason = str(error).splitlines()[0]
+                raise UserError(
+                    "optimizer.in_backward=true: the backward needs a parameter again after its gradient is "
+                    "complete, such as one that is also used under detach(), or that shares memory with another "
+                    f"({reason}); use optimizer.in_backward=false"
+                ) from error
 
     def _update(self, parameter: Tensor) -> None:
+        """Apply a parameter's update, note its gradient's norm, and free the gradient."""
         if id(parameter) in self._norms:
             raise TrainingStopped(
                 f"step {self.context.step_number}: optimizer.in_backward=true, but the gradient of a parameter of "
@@ -105,11 +118,16 @@ class InBackward(Engine):
         if not self._applies:
             return gradient_norm(self.gradients())
         with self.at(Phase.UPDATE_IN_BACKWARD):
+            # The last backward has not reached these.
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     self._update(parameter)
+
+            # The norm of all gradients is that of their norms. In the parameters' order: the sum rounds the same.
             norms = [self._norms[id(p)] for p in self.parameters if id(p) in self._norms]
-            norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+            norm = torch.zeros(())
+            if norms:
+                norm = torch.linalg.vector_norm(torch.stack(norms))
             if self._factor is not None:
                 norm = norm * self._factor
             self.nonfinite.allows_update(self.state.progress.step, totals.loss, norm, totals.count)

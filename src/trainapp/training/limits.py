@@ -19,7 +19,8 @@ class Interval(NamedTuple):
     @classmethod
     def of(cls, setting: str, value: int | str | None, length: RunLength) -> "Interval":
         """Return the interval of a setting; raises as `to_steps`."""
-        if seconds := parse_time(value):
+        seconds = parse_time(value)
+        if seconds:
             return cls(seconds=seconds)
         if value is not None and length.steps_per_epoch is None:
             amount, unit = parse_duration(value)
@@ -48,7 +49,8 @@ class Limits:
         """Return the limits of a run at this position. Raises UserError for a duration that its length cannot
         express.
         """
-        every, length = config.every, run_length(config.train, batches, progress)
+        every = config.every
+        length = run_length(config.train, batches, progress)
         return cls(
             length,
             config.train,
@@ -83,8 +85,11 @@ class Limits:
 
     def end_at(self, step: int, epoch: int) -> bool:
         """Return whether the run ends after this many steps and epochs."""
-        most_steps, most_epochs = self.train.max_steps, self.train.max_epochs
-        return (most_steps is not None and step >= most_steps) or (most_epochs is not None and epoch >= most_epochs)
+        max_steps = self.train.max_steps
+        if max_steps is not None and step >= max_steps:
+            return True
+        max_epochs = self.train.max_epochs
+        return max_epochs is not None and epoch >= max_epochs
 
 
 def run_length(train: Train, batches: TrainBatches, progress: Progress) -> RunLength:
@@ -92,12 +97,19 @@ def run_length(train: Train, batches: TrainBatches, progress: Progress) -> RunLe
 
     They are the same at every position unless the data or the global batch has changed: skipped steps also count.
     """
-    rest = batches.steps_left(progress.consumed)
+    steps_left_in_epoch = batches.steps_left(progress.consumed)
     steps_per_epoch = batches.steps_left()
-    ends = [] if train.max_steps is None else [train.max_steps]
-    if train.max_epochs is not None and steps_per_epoch is not None and rest is not None:
-        epochs = train.max_epochs - progress.epoch
-        left = rest + (epochs - 1) * steps_per_epoch if epochs > 0 else 0
-        ends.append(progress.step + progress.skipped + left)
-    # mode=eval and mode=export take no step and need no end
-    return RunLength(steps_per_epoch, batches.global_size, min(ends, default=1))
+
+    # The run ends at the first of its limits.
+    ends = []
+    if train.max_steps is not None:
+        ends.append(train.max_steps)
+    if train.max_epochs is not None and steps_per_epoch is not None and steps_left_in_epoch is not None:
+        epochs_left = train.max_epochs - progress.epoch  # the current one included
+        steps_left = 0
+        if epochs_left > 0:
+            steps_left = steps_left_in_epoch + (epochs_left - 1) * steps_per_epoch
+        ends.append(progress.step + progress.skipped + steps_left)
+
+    total_steps = min(ends, default=1)  # mode=eval and mode=export take no step and need no end
+    return RunLength(steps_per_epoch, batches.global_size, total_steps)

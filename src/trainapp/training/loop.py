@@ -96,6 +96,8 @@ def after_update(session: Session, context: UpdateContext, result: UpdateResult)
         events.draw_timeline(session)
     if not result.applied and result.totals.count == 0:
         events.warn_nothing_counts(session, context)
+
+    # The update is over: free its gradients, and let the ranks agree on what comes next.
     session.engine.drop_gradients()
     session.tracker.progress.advance(session.state.progress.step)
     flags = stopping.agreed_flags(session)

@@ -42,8 +42,12 @@ def micro_batch_context(session: Session, micro: MicroBatch) -> Context:
 def _measured(session: Session, micro: MicroBatch, gradient_sync: Context) -> Iterator[None]:
     engine = session.engine
     watching = watched(session, session.sizes.train, micro.data, micro.samples)
+
+    # Until the first commit, note what the forward draws.
     if engine.is_first and not engine.draws_by_sample:
         watching = noted_draws(engine.draw_record, session.state.device, watching)
+
+    # In a logged step, count the operations, for the utilisation of the device.
     counting: Context = contextlib.nullcontext()
     utilisation = session.meter.utilisation
     if engine.context.is_logged and micro.real and utilisation:
@@ -94,6 +98,7 @@ def watched(
         yield
         return
     sizes.current = sizes.current._replace(elements=elements_in(batch))
+
     # A step's first micro-batch is not typical: no gradients are in memory yet.
     is_typical = sizes is session.sizes.evaluation or session.engine.accumulates
     with session.memory.watch(session.meter.resident()):
@@ -101,6 +106,8 @@ def watched(
         with session.memory.watch({Category.BATCH: tensors_in(batch)}):  # innermost, so that an error names it
             yield
         after = session.memory.lap()
+
+    # The search learns what this size needs.
     if is_typical and samples and before and after:
         sizes.record_peak(samples, resident=before[0], peak=after[1], limit=session.memory.enforced)
     if sizes.is_unvalidated:
@@ -135,16 +142,20 @@ def _require_all_allocated(session: Session, sizes: MicroBatchSizes) -> None:
     if count <= 0 or not session.config.oom.enabled:
         return
     begin_counting_refused(session)
+
+    # Retry with a smaller size where one is left and all ranks can leave the step.
     ranks = session.eval_ranks if sizes is session.sizes.evaluation else session.ranks
     if sizes.can_shrink and (ranks.world_size == 1 or ranks.votes_enabled):
         raise SwallowedOutOfMemory(
             f"{count} allocation{'s' * (count > 1)} failed in this micro-batch and the error was caught, probably by "
             "cuDNN, which then uses another algorithm"
         )
-    why = "no votes are held" if sizes.can_shrink else "the micro-batch is the smallest"
+
+    # Otherwise continue, and say so.
+    reason = "no votes are held" if sizes.can_shrink else "the micro-batch is the smallest"
     session.tracker.warn_once(
         f"step {session.state.progress.step + 1}: allocations fail and the errors are caught, probably by cuDNN, "
-        f"which then uses other algorithms; the step is not retried, since {why}. It may be slow, and its result may "
-        "differ in the last bits",
+        f"which then uses other algorithms; the step is not retried, since {reason}. It may be slow, and its result "
+        "may differ in the last bits",
         topic="swallowed errors",
     )

@@ -46,8 +46,13 @@ class Objective(NamedTuple):
         if config.objective != "auto":
             return cls.parsed(config.objective)
         prefix = f"{sets[0]}/" if sets and sets[0] else ""
-        by_task = cls("max", f"{prefix}accuracy") if class_dim(task) == 1 else cls("min", f"{prefix}loss")
-        return by_task if config.has_best else by_task._replace(direction=None)
+        if class_dim(task) == 1:
+            by_task = cls("max", f"{prefix}accuracy")
+        else:
+            by_task = cls("min", f"{prefix}loss")
+        if not config.has_best:
+            return by_task._replace(direction=None)
+        return by_task
 
     @classmethod
     def parsed(cls, setting: str) -> "Objective":
@@ -173,16 +178,21 @@ class Session:
 
     def _coming_update(self) -> UpdateContext:
         progress = self.state.progress
+
+        # Select the update, where a step has several.
         update = self.state.updates[progress.update]
-        if update.name:  # if there are several
+        if update.name:
             self.sizes.select_update(update.name)
         is_first_of_step = progress.update == 0
         if is_first_of_step:
             self.step_metrics = {}
 
+        # A stream reads the step's samples here.
         step_number = progress.step + 1
         with self.meter.waiting():
             share = self.batches.share(progress)
+
+        # The last step is logged, wherever the run ends.
         is_last_step = self.limits.end_at(step_number, share.after[0])
         log_every = self.limits.log
         return UpdateContext(

@@ -76,6 +76,7 @@ def at_work(session: Session) -> AtWork:
         lost = "nothing" if config.continues else "the results so far"
         return AtWork(name, lost, is_saved=config.continues, may_end=config.mode == "lr_find")
 
+    # What would be lost is what no checkpoint has.
     step = session.state.progress.step
     saver = session.checkpointer
     saved_at = saver.committed_at or 0
@@ -96,5 +97,6 @@ def _name_of_work(session: Session) -> str:
         return "checkpoint"
     if session.engine.phase is Phase.EVALUATE:
         mode = session.config.mode
-        return f"micro-batch of {'evaluation' if mode == 'train' else mode}"
+        work = "evaluation" if mode == "train" else mode
+        return f"micro-batch of {work}"
     return "step"

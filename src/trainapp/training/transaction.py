@@ -22,6 +22,7 @@ def transaction(session: Session, context: UpdateContext) -> Iterator[None]:
     """
     sizes = session.sizes.train
     engine = session.engine
+
     session.attempt.started = time.monotonic()
     sizes.apply_schedule(context.batch_number)
     with contextlib.ExitStack() as stack:
@@ -57,6 +58,8 @@ def rollback(session: Session, phase: Phase, other_ranks_wait: bool) -> None:
     # tensors that FSDP2 gathers on one stream and uses on another.
     session.memory.synchronize()
     session.batches.drop_fetched()
+
+    # Drop what the attempt has computed.
     if other_ranks_wait:
         session.strategy.abort_step()
     for update in session.state.updates:
@@ -64,6 +67,8 @@ def rollback(session: Session, phase: Phase, other_ranks_wait: bool) -> None:
         update.precision.reset_scaler()
     session.engine.forget_update()  # where it was partly applied, the caller returns to a checkpoint
     session.memory.release()
+
+    # Restore what its forwards have written.
     if phase.can_be_undone:
         session.snapshot.restore()
 
