@@ -349,12 +349,13 @@ def _compare_unequal_parts(call: ModeCalls, whole: Sums) -> tuple[str | None, st
 
     # Compare without tolerance for rounding, which costs no more calls: mostly that suffices.
     try:
-        first, others = (call(name) for name in UNEVEN)
+        first, all_but_first = (call(name) for name in UNEVEN)
     except Exception as error:  # a model may not run a single sample: training makes none then
         return None, summary_of(error)
-    if not (math.isfinite(first.loss) and math.isfinite(others.loss)):
+    if not (math.isfinite(first.loss) and math.isfinite(all_but_first.loss)):
         return None, "the loss of a single sample is not finite"
-    comparison = Comparison(samples, {"ab": whole, "a": first, "b": others}, parts="the first and the others")
+    results = {"ab": whole, "a": first, "b": all_but_first}
+    comparison = Comparison(samples, results, parts="the first and the others")
     if comparison.difference() is None:
         return None, ""
 

@@ -83,7 +83,9 @@ class TaskProbe:
         self.seed = seed
         self.dtype = dtype
         self.with_gradients = False
-        self._compute = functools.partial(compute, task, model) if compute else functools.partial(task, model)
+        self._compute: Callable[..., Any] = functools.partial(task, model)
+        if compute is not None:
+            self._compute = functools.partial(compute, task, model)
         self._call_context = call_context
         self._stateful_metrics = stateful_metrics
         self._model_and_task = [model, task.unchecked]

@@ -82,8 +82,8 @@ def first_samples(data: Any, indices: Sequence[Any], seed: int) -> Samples | Non
             batches[name] = join_parts(whole, parts, dims)
         if number > 2:
             first = _fetch(data, first_half[:1], seed)
-            others = _fetch(data, first_half[1:] + second_half, seed)
-            uneven = [first, others]
+            all_but_first = _fetch(data, first_half[1:] + second_half, seed)
+            uneven = [first, all_but_first]
             if batch_dims(whole, uneven):
                 batches.update(zip(UNEVEN, uneven, strict=True))
         return Samples(number, batches, is_joined=True)

@@ -149,7 +149,7 @@ def read(run_dir: Path) -> Result | None:
     """Return the result written by `write`; None if it is missing, unreadable or of an older version."""
     try:
         facts = {"run_dir": run_dir} | json.loads((run_dir / RESULT).read_text())
-        # Its keys are numbers, of which JSON makes strings.
+        # Its steps are numbers, of which JSON makes strings.
         batch = Batch(micro_schedule=facts["micro_schedule"] or None)
         facts["micro_schedule"] = batch.micro_schedule or {}
         values = {field.name: facts[field.name] for field in fields(Result)}
@@ -256,7 +256,6 @@ def print_summary(session: Session, result: Result) -> None:
     if "tensorboard" in config.tracker and config.activity.computes_loss:
         rows.append(("TensorBoard", f"tensorboard --logdir {shown(result.run_dir)}"))
 
-    # In one call: lines of other processes cannot come in between.
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
     print("\n".join(lines), flush=True)
