@@ -13,6 +13,7 @@ from trainapp.checkpoint.state_dicts import stateful_values
 from trainapp.checkpoint.train_state import TrainState, schedule_values
 from trainapp.config.schema import Config
 from trainapp.hooks.callbacks import Callbacks, labels_of
+from trainapp.hooks.metrics import StatefulMetrics
 from trainapp.losses import losses
 from trainapp.memory.device import DeviceMemory
 from trainapp.parallel.ranks import Ranks
@@ -21,6 +22,7 @@ from trainapp.tracking.loggers import Start
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
 from trainapp.training import exactness
+from trainapp.training.engine import Engine
 from trainapp.training.limits import Limits
 from trainapp.training.session import Objective, Session
 
@@ -57,15 +59,22 @@ def session_of(config: Config, resources: Resources, stop: StopRequest, ranks: R
     callbacks = hooks.callbacks_of(config, targets.hooks, targets.task, set_names)
     engine = assemble(config, resources, ranks, callbacks)
     state = engine.state
+
+    # The average begins at the weights that training starts from. A resume restores both later.
     if not resources.resumes:
         state.average.start_at_weights()
+
+    # Let libraries allocate their own memory now, and apply the limit to what they have left.
     if resources.device.type == "cuda":
         engine.strategy.warm_up()
-    memory.enforce()  # again: libraries have now allocated their own memory
+    memory.enforce()
+
+    # What checkpoints tell about the data.
     state.data_samples = batches.samples
     state.data_order = batches.source.order_name
     state.class_names = [str(name) for name in labels_of(targets.train_data)]
     state.vocabulary = str(getattr(targets.train_data, "vocabulary", ""))
+
     checkpointer = _checkpointer(config, state, ranks)
     engine.nonfinite.last_checkpoint = checkpointer.newest_name
     metrics = hooks.metrics_of(targets.hooks, engine)
@@ -77,15 +86,7 @@ def session_of(config: Config, resources: Resources, stop: StopRequest, ranks: R
         eval_sets=resources.eval_sets,
         limits=Limits.of(config, batches, state.progress),
         memory=memory,
-        meter=Meter(
-            state,
-            memory,
-            engine.gradients,
-            engine.strategy.communication_buffers,
-            metrics.tensors,
-            losses.attribute(targets.training_tasks[-1], "counts") == "tokens",  # whose count is the finished step's
-            hooks.utilisation_of(config, engine),
-        ),
+        meter=_meter(config, resources, engine, metrics),
         tracker=SilentTracker(Path(config.run_dir), targets.hooks["tracker"]),
         checkpointer=checkpointer,
         stop=stop,
@@ -105,14 +106,28 @@ def session_of(config: Config, resources: Resources, stop: StopRequest, ranks: R
     return session
 
 
+def _meter(config: Config, resources: Resources, engine: Engine, metrics: StatefulMetrics) -> Meter:
+    last_task = resources.targets.training_tasks[-1]  # whose count is the finished step's
+    return Meter(
+        engine.state,
+        resources.memory,
+        engine.gradients,
+        engine.strategy.communication_buffers,
+        metrics.tensors,
+        counts_tokens=losses.attribute(last_task, "counts") == "tokens",
+        utilisation=hooks.utilisation_of(config, engine),
+    )
+
+
 def start_tracking(session: Session) -> None:
     """Open the run's files, at the step where it starts or resumes. Training time counts from here."""
     if session.ranks.is_rank_zero:
         config = session.config
         step = session.state.progress.step
+        total_steps = session.limits.length.total_steps
         start = Start(Path(config.run_dir), step, config.to_dict(), continues=config.activity.trains)
         loggers = session.tracker.loggers if config.activity.computes_loss else {}
-        session.tracker = Tracker(start, session.limits.length.total_steps, loggers)
+        session.tracker = Tracker(start, total_steps, loggers)
     session.meter.start()
 
 

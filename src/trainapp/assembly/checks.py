@@ -77,8 +77,8 @@ def require_sum(config: Config, resources: Resources, model: nn.Module, ranks: R
 
     Call before the model is compiled or sharded. Restores everything a Snapshot covers; modules end up on the device.
     """
+    # Skip modes whose check is not needed or not possible. Reading samples is only worth its time for the others.
     compared_modes = []
-    divisors: list[str] = []
     for mode in modes_of(resources):
         reason = _reason_to_skip(config, resources, model, mode)
         if reason:
@@ -87,15 +87,19 @@ def require_sum(config: Config, resources: Resources, model: nn.Module, ranks: R
             compared_modes.append(mode)
     if compared_modes:
         resources.first_samples(config.train.seed)
+
+    # Every rank has its own outcome: one may have run out of memory here. A problem of any of them ends all.
+    divisors: list[str] = []
     for mode in compared_modes:
         outcome = _compare_mode(config, resources, model, mode, draw_record)
-        outcomes: list[Outcome] = ranks.all_gather_object(outcome)  # a rank may have run out of memory here
+        outcomes: list[Outcome] = ranks.all_gather_object(outcome)
         _note_outcomes(outcomes, mode.check_name("loss"), mode, resources, draw_record)
         divisors.extend(outcome.divisor for outcome in outcomes if outcome.divisor)
         cut_outcomes = [outcome.cut for outcome in outcomes if outcome.cut is not None]
         if cut_outcomes:
             _note_outcomes(cut_outcomes, mode.check_name("padding"), mode, resources, draw_record)
-    for text in dict.fromkeys(divisors):
+
+    for text in dict.fromkeys(divisors):  # without repetitions: ranks and modes often agree
         log.warning("%s", text)
     if resources.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -128,7 +132,8 @@ def _note_outcomes(
             raise UserError(outcome.problem)
         if outcome.dependence:
             draw_record.depends.setdefault(f"{PADDING}{mode.task.setting}", outcome.dependence)
-    resources.note_check(name, "; ".join(dict.fromkeys(outcome.text for outcome in outcomes)))
+    distinct_texts = dict.fromkeys(outcome.text for outcome in outcomes)
+    resources.note_check(name, "; ".join(distinct_texts))
 
 
 # --- the precisions of a comparison
@@ -140,6 +145,8 @@ def _compare_mode(
     """Compare the first samples in the first precision that works, and in fp64 once more with noise on the copies."""
     if resources.samples is None:
         return _not_compared(resources.samples_error)
+
+    # Without noise, in the most precise way that works.
     compare = functools.partial(compare_batches, mode=mode, draw_record=draw_record)
     try:
         factories = precisions_to_try(mode.task, config, resources, model)
@@ -151,6 +158,7 @@ def _compare_mode(
     if outcome.problem is not None or result.precision != FP64:
         return outcome
 
+    # With noise: what a layer that begins at zero has hidden shows now.
     try:
         fp64_only = precisions_to_try(mode.task, config, resources, model, noise=NOISE)[:1]
         compare_again = functools.partial(compare, checks_divisors=False)  # noise does not change what is summed
@@ -190,10 +198,17 @@ def _with_noise(outcome: Outcome, noisy: Outcome, plain_text: str) -> Outcome:
     """
     if outcome.problem is not None or outcome.dependence:
         return outcome
+
+    # The same words with noise: say so once, rather than repeat them.
     if noisy.text == plain_text:
-        text = f"{outcome.text}, with noise too" if outcome.is_compared else outcome.text
+        text = outcome.text
+        if outcome.is_compared:
+            text += ", with noise too"
         return outcome._replace(problem=noisy.problem, text=text)
-    dependence = f"{noisy.dependence}. Seen with noise on the parameters" if noisy.dependence else ""
+
+    dependence = ""
+    if noisy.dependence:
+        dependence = f"{noisy.dependence}. Seen with noise on the parameters"
     text = f"{outcome.text}; with noise: {noisy.text}"
     return outcome._replace(problem=noisy.problem, text=text, dependence=dependence)
 
@@ -208,11 +223,11 @@ class ModeCalls:
         self.probe = probe
         self.mode = mode
         self._layouts = draw_record.layouts.get(mode.work)
-        self._record = DrawRecord({} if self._layouts is None else {mode.work: self._layouts})
-        # If the shapes do not tell whose draws are whose, each sample draws the same.
-        self._draws_alike = self._layouts is None or any(
-            layout.rows > 1 or layout.varies for layout in self._layouts.values()
-        )
+        self._record = DrawRecord()
+        self._draws_alike = True  # each sample draws the same, as the shapes do not tell whose draws are whose
+        if self._layouts is not None:
+            self._record.layouts[mode.work] = self._layouts
+            self._draws_alike = any(layout.rows > 1 or layout.varies for layout in self._layouts.values())
 
     def __call__(self, batch_name: str, dispatch_mode: Observer | RandomRounding | None = None) -> Sums:
         positions = self.probe.samples.positions(batch_name)
@@ -239,6 +254,7 @@ def compare_batches(probe: TaskProbe, mode: Mode, draw_record: DrawRecord, check
         draw_record: of what forwards draw. Draws of Python's and NumPy's generators are noted in it.
         checks_divisors: whether to look for metrics of samples that are divided by a count of something else.
     """
+    # The whole batch and its halves: every comparison below needs these.
     call = ModeCalls(probe, mode, draw_record)
     samples = probe.samples
     results = {name: call(name) for name in ("ab", "a", "b")}
@@ -246,11 +262,14 @@ def compare_batches(probe: TaskProbe, mode: Mode, draw_record: DrawRecord, check
         draw_record.depends["python"] = (
             "the forward draws from Python's or NumPy's generator: the numbers depend on the cut"
         )
+
     outcome = _compare_joined(call, results)
     if checks_divisors and outcome.problem is None and outcome.is_compared:
         outcome = outcome._replace(divisor=_metrics_of_samples(call, results))
     if outcome.problem is not None:
         return outcome
+
+    # Of halves that are not just the batch's parts, training's own comparison says more, if it could be made.
     cut = _compare_cut_if_any(call, results, outcome)
     if samples.is_joined:
         return outcome._replace(cut=cut)
@@ -264,6 +283,8 @@ def _compare_joined(call: ModeCalls, results: Results) -> Outcome:
     """Compare a batch with its halves joined."""
     mode = call.mode
     samples = call.probe.samples
+
+    # Most tasks add up to the last bits of fp64. Then only unequal parts are left to try.
     comparison = Comparison(samples, results)
     if comparison.problem(mode.task.setting, mode.training) is None:
         text = comparison.compared()
@@ -281,6 +302,7 @@ def _compare_joined(call: ModeCalls, results: Results) -> Outcome:
     reason = _reason_not_to_judge(call, results, repeated, observer)
     if reason:
         return _not_compared(reason)
+
     comparison = Comparison(samples, results, observer.epsilon_of_loss, observer.epsilon)
     if comparison.failing_metrics():
         rounded = call.with_other_rounding("ab")
@@ -293,16 +315,18 @@ def _metrics_of_samples(call: ModeCalls, results: Results) -> str:
     tokens; "" if there are none. They add up all the same, so that no comparison of sums shows it.
     """
     task = call.mode.task
+
+    # Two batches, as the number of summands may be that of one batch's samples by chance.
     names = set(results["ab"].metrics)
     for batch_name in ("ab", "a"):
-        samples = len(call.probe.samples.positions(batch_name))
+        number = len(call.probe.samples.positions(batch_name))
         count = results[batch_name].divisor
-        may_count_tokens = count > samples and count.is_integer()  # others are sums of weights
+        may_count_tokens = count > number and count.is_integer()  # others are sums of weights
         if not names or not may_count_tokens or is_built_in(task):
             return ""
         observer = Observer()
         call(batch_name, observer)
-        names = {name for name in names if observer.summands_of_metrics.get(name) == samples}
+        names = {name for name in names if observer.summands_of_metrics.get(name) == number}
     if not names:
         return ""
     return (
@@ -322,16 +346,20 @@ def _compare_unequal_parts(call: ModeCalls, whole: Sums) -> tuple[str | None, st
     samples = call.probe.samples
     if UNEVEN[0] not in samples.batches:
         return None, ""
+
+    # Compare without tolerance for rounding, which costs no more calls: mostly that suffices.
     try:
-        first, rest = (call(name) for name in UNEVEN)
+        first, all_but_first = (call(name) for name in UNEVEN)
     except Exception as error:  # a model may not run a single sample: training makes none then
         return None, summary_of(error)
-    if not (math.isfinite(first.loss) and math.isfinite(rest.loss)):
+    if not (math.isfinite(first.loss) and math.isfinite(all_but_first.loss)):
         return None, "the loss of a single sample is not finite"
-    comparison = Comparison(samples, {"ab": whole, "a": first, "b": rest}, parts="the first and the others")
+    results = {"ab": whole, "a": first, "b": all_but_first}
+    comparison = Comparison(samples, results, parts="the first and the others")
     if comparison.difference() is None:
         return None, ""
 
+    # They differ: look whether that means anything, and how far rounding may explain it.
     observer = Observer()
     repeated = call("ab", observer)
     reason = _reason_not_to_judge(call, {"ab": whole}, repeated, observer)
@@ -368,9 +396,10 @@ def _compare_cut(call: ModeCalls, results: Results) -> Outcome:
     cut_results: Results = {}
     for role, name in zip(("ab", "a", "b"), samples.cut.names, strict=True):
         cut_results[role] = results[name] if name in results else call(name)
+
     comparison = Comparison(samples._replace(is_joined=True), cut_results)
     difference = comparison.difference()
-    if difference is not None:
+    if difference is not None:  # perhaps by rounding: measure it, which takes more calls
         whole_name = samples.cut.names[0]
         observer = Observer()
         repeated = call(whole_name, observer)
@@ -381,7 +410,8 @@ def _compare_cut(call: ModeCalls, results: Results) -> Outcome:
         difference = comparison.difference()
 
     if difference is None:
-        return Outcome(None, comparison.compared("" if samples.is_joined else " collated in halves"))
+        how = "" if samples.is_joined else " collated in halves"
+        return Outcome(None, comparison.compared(how))
     if difference.counts_padding and samples.cut.is_padded:
         return Outcome(difference.refusal(mode.task.setting), difference.text())
     return Outcome(None, difference.text(), dependence=difference.warning(mode.task.setting, mode.training))
@@ -415,6 +445,7 @@ def _reason_not_to_judge(call: ModeCalls, results: Results, repeated: Sums, obse
     for sums in results.values():
         if not (math.isfinite(sums.loss) and math.isfinite(sums.divisor)):
             return "the loss or its count is not finite"
+    # A second call for the same samples would have other results: a difference may be due to that.
     if call.mode.training and observer.writes:
         return f"the forward writes state ({listed(observer.writes, 1)})"
     if repeated.drew_outside_torch:

@@ -107,10 +107,9 @@ class Comparison(NamedTuple):
         whole = self.results["ab"]
         a = self.results["a"]
         b = self.results["b"]
-        return (
-            f"for {self.samples.number} samples it returns {whole.loss:.9g} with a count of {whole.divisor:g}, and for "
-            f"{self.parts} {a.loss:.9g} with {a.divisor:g} and {b.loss:.9g} with {b.divisor:g}"
-        )
+        whole_text = f"{whole.loss:.9g} with a count of {whole.divisor:g}"
+        parts_text = f"{a.loss:.9g} with {a.divisor:g} and {b.loss:.9g} with {b.divisor:g}"
+        return f"for {self.samples.number} samples it returns {whole_text}, and for {self.parts} {parts_text}"
 
     def _problem_of_metrics(self, setting: str) -> str | None:
         if not self.samples.is_joined and self.samples.cut.reason:
@@ -119,9 +118,10 @@ class Comparison(NamedTuple):
             values = self._metric_values(name)
             is_mean = self._is_mean(values, MAX_COARSE_ROUNDING)
             if is_mean or self.samples.is_joined:
+                kind = "a mean" if is_mean else "not a sum over samples"
                 return (
-                    f"{setting}: the metric {name} is {'a mean' if is_mean else 'not a sum over samples'}, but a sum "
-                    f"is required: for {self.samples.number} samples it is {values['ab']:.9g}, and for {self.parts} "
+                    f"{setting}: the metric {name} is {kind}, but a sum is required: for {self.samples.number} "
+                    f"samples it is {values['ab']:.9g}, and for {self.parts} "
                     f"{values['a']:.9g} and {values['b']:.9g}. It would depend on the micro-batch: return the sum of "
                     "the samples' own values (of a mean over samples, that times the count), or configure it as "
                     f"metrics.{name}, which sees all samples (docs/extending.md). {_IF_MEANT}"
@@ -130,6 +130,7 @@ class Comparison(NamedTuple):
 
     def difference(self) -> "Difference | None":
         """Return what of the whole batch is not the sum of its halves', the count first; None if everything is."""
+        # The count, exactly where its dtype allows it: one that includes padding differs by few of many.
         counts = {name: sums.divisor for name, sums in self.results.items()}
         count_of_halves = counts["a"] + counts["b"]
         max_rounding = _max_rounding(self.epsilon)
@@ -138,6 +139,7 @@ class Comparison(NamedTuple):
         if not math.isclose(counts["ab"], count_of_halves, rel_tol=0.0 if are_exact else max_rounding):
             counts_padding = are_integers and counts["ab"] > count_of_halves
             return Difference("count", counts, self.samples, counts_padding)
+
         losses = self._losses()
         if not self._loss_adds_up(losses, max_rounding):
             return Difference("loss", losses, self.samples)
@@ -151,7 +153,10 @@ class Comparison(NamedTuple):
         """Return the metrics whose values for the halves do not add up to the whole's."""
         failing = []
         for name in self.results["ab"].metrics:
-            if self._has_numbers(name) and abs(excess(self._metric_values(name))) > self._metric_tolerance(name):
+            if not self._has_numbers(name):
+                continue
+            deviation = abs(excess(self._metric_values(name)))
+            if deviation > self._metric_tolerance(name):
                 failing.append(name)
         return failing
 
@@ -183,8 +188,9 @@ class Comparison(NamedTuple):
         changes = [abs(metrics[name] - values["ab"]) for metrics in self.rounded if name in metrics]
         by_rounding = SAFETY_FACTOR * max(changes, default=0.0)
         if self.epsilon_of_metrics > MAX_FP32_EPSILON:  # 16 bits, in which rounding changes everything
-            is_count = all(map(float.is_integer, values.values()))  # such as that of right answers: one may flip
-            by_rounding = min(by_rounding, max(MAX_COARSE_ROUNDING * size, 1.0 if is_count else 0.0))
+            is_count = all(map(float.is_integer, values.values()))
+            flips = 1.0 if is_count else 0.0  # of right answers, one may flip
+            by_rounding = min(by_rounding, max(MAX_COARSE_ROUNDING * size, flips))
         return max(tolerance, by_rounding)
 
     def _loss_adds_up(self, losses: Values, max_rounding: float) -> bool:
@@ -194,16 +200,21 @@ class Comparison(NamedTuple):
             losses: the losses.
             max_rounding: the most that may count as rounding, relative.
         """
-        size = size_of(losses) + SIZE_PER_COUNT * abs(self.results["ab"].divisor)
+        count = abs(self.results["ab"].divisor)
+        size = size_of(losses) + SIZE_PER_COUNT * count
+        deviation = abs(excess(losses))
         if self.epsilon <= MAX_FP64_EPSILON:
-            return abs(excess(losses)) <= FP32_ROUNDING * size
+            return deviation <= FP32_ROUNDING * size
+
+        # Measured by other rounding where there is any, by swapped halves where not: unknown if these are missing.
         if self.rounded_losses:
-            measured = SAFETY_FACTOR * max(abs(loss - losses["ab"]) for loss in self.rounded_losses)
+            largest_change = max(abs(loss - losses["ab"]) for loss in self.rounded_losses)
             least = EPSILONS_OF_ROUNDING * FP32_ROUNDING * size
         else:
-            measured = SAFETY_FACTOR * _swap_noise(losses, default=math.inf)
+            largest_change = _swap_noise(losses, default=math.inf)
             least = EPSILONS_OF_ROUNDING * self.epsilon * size
-        return abs(excess(losses)) <= min(max(measured, least), max_rounding * size)
+        tolerance = max(SAFETY_FACTOR * largest_change, least)
+        return deviation <= min(tolerance, max_rounding * size)
 
     def _is_mean(self, values: Values, tolerance: float) -> bool:
         """Return whether the whole batch's value is the mean of its halves' and not their sum. The mean is weighted
@@ -219,11 +230,16 @@ class Comparison(NamedTuple):
         whole = values["ab"]
         a = values["a"]
         b = values["b"]
+
+        # Any weights: a mean lies between the two. A sum of two values of one sign does not.
         if self.samples.is_joined and a * b > 0:
             margin = tolerance * abs(whole)
             if min(a, b) - margin <= whole <= max(a, b) + margin:
                 return True
-        for weight_of_a, weight_of_b in ((1.0, 1.0), (self.results["a"].divisor, self.results["b"].divisor)):
+
+        # Equal weights, or the counts.
+        counts = (self.results["a"].divisor, self.results["b"].divisor)
+        for weight_of_a, weight_of_b in ((1.0, 1.0), counts):
             total_weight = weight_of_a + weight_of_b
             if total_weight:
                 mean = (weight_of_a * a + weight_of_b * b) / total_weight
@@ -275,10 +291,8 @@ class Difference(NamedTuple):
 
     def _numbers(self) -> str:
         verb = "padded" if self.samples.cut.is_padded else "collated"
-        return (
-            f"for {self.samples.number} samples {verb} together it is {self.values['ab']:.9g}, and for their halves "
-            f"{self.values['a']:.9g} and {self.values['b']:.9g}"
-        )
+        whole_text = f"for {self.samples.number} samples {verb} together it is {self.values['ab']:.9g}"
+        return f"{whole_text}, and for their halves {self.values['a']:.9g} and {self.values['b']:.9g}"
 
 
 def size_of(values: Values) -> float:
@@ -299,5 +313,8 @@ def _max_rounding(epsilon: float) -> float:
 def _swap_noise(values: Values, default: float = 0.0) -> float:
     """Return the largest change where batches of the same samples should have the same result."""
     expected_values = {"ba": values["ab"], "aa": 2 * values["a"], "bb": 2 * values["b"]}
-    changes = [abs(values[batch] - expected) for batch, expected in expected_values.items() if batch in values]
+    changes = []
+    for batch, expected in expected_values.items():
+        if batch in values:
+            changes.append(abs(values[batch] - expected))
     return max(changes, default=default)

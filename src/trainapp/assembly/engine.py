@@ -58,6 +58,7 @@ def assemble(config: Config, resources: Resources, ranks: Ranks, callbacks: Mapp
     targets = resources.targets
     device = resources.device
     is_meta = resources.initial_device is None and ranks.world_size > 1 and config.parallel.fsdp.meta_init
+
     model = build_model(config, resources, is_meta)
     if not is_meta:
         load_initial_weights(config, resources, model, ranks)
@@ -65,12 +66,16 @@ def assemble(config: Config, resources: Resources, ranks: Ranks, callbacks: Mapp
     for config_of_optimizer in config.by_optimizer():
         require_suited(Situation(config_of_optimizer, model, targets.knows_loss))
 
+    # Before it is compiled or sharded: what its forwards draw, and whether its loss is a sum.
     draws_by_sample = belong_to_samples(config.train.draws, device)
     if draws_by_sample:
         for device_type in {"cpu", device.type}:
             install(device_type)
-    draw_record = _try_task(config, resources, model, ranks) if config.activity.trains else DrawRecord()
+    draw_record = DrawRecord()
+    if config.activity.trains:
+        draw_record = _try_task(config, resources, model, ranks)
 
+    # Changes of the modules come before compilation, and compilation before sharding.
     if config.precision.mode in ("int8", "fp8"):
         _quantize_matmuls(model, config.precision.mode)
     checkpointing.apply(model, config.activation_checkpointing)
@@ -123,7 +128,8 @@ def _require_same_forward(config: Config, model: nn.Module, resources: Resources
     with preserved_rng(resources.device), resources.numerics.autocast:
         batch = map_tensors(lambda tensor: tensor.to(resources.device), resources.batches.example(2))
         inputs, _ = inputs_and_targets(batch)
-        chunked_loss.require_same_forward(model, inputs, config.memory.loss_chunk, beside_inputs(model, batch))
+        other_arguments = beside_inputs(model, batch)
+        chunked_loss.require_same_forward(model, inputs, config.memory.loss_chunk, other_arguments)
     resources.note_check(name, "is computed from the same logits as in the model's forward, for two samples")
 
 
@@ -184,12 +190,16 @@ def _initialise_shards(config: Config, strategy: Strategy, ranks: Ranks, device:
     """
     assert isinstance(strategy, FSDP)
     strategy.to_empty(device)
+
     if device.type == "cpu":
-        shard = ranks.rank % (ranks.world_size // config.parallel.fsdp.replicas)  # replicas hold the same shards
+        shards = ranks.world_size // config.parallel.fsdp.replicas
+        shard = ranks.rank % shards  # replicas hold the same shards
         torch.manual_seed((config.train.seed * 1_000_003 + shard) % 2**63)
     initialise: Any = strategy.model.init_weights  # existence checked by `require_suited`
     with torch.no_grad():
         initialise()
+
+    # The same on all ranks again: what is drawn later must not depend on the shard.
     seed_everything(config.train.seed)
 
 

@@ -41,6 +41,8 @@ def load_hooks(config: Config, spec: Mapping[str, Any]) -> Hooks:
     """
     errors: list[str] = []
     hooks: Hooks = {"metrics": {}, "callbacks": {}, "tracker": {}}
+
+    # Build each object. One that fails does not hide the errors of the next.
     for section, objects in hooks.items():
         for name, node in getattr(config, section).items():
             setting = f"{section}.{name}"
@@ -52,6 +54,8 @@ def load_hooks(config: Config, spec: Mapping[str, Any]) -> Hooks:
                 objects[name] = targets.construct(hook_class, node.arguments, setting, config.user_packages, dict(spec))
             except UserError as error:
                 errors.append(str(error))
+
+    # Names that the application needs itself.
     for name in losses.RESERVED & hooks["metrics"].keys():
         errors.append(f"metrics.{name}: the log itself records this name; choose another one")
     if EARLY_STOPPING in hooks["callbacks"] and config.stopping.patience is not None:
@@ -77,6 +81,8 @@ def callbacks_of(config: Config, hooks: Hooks, task: losses.Task, sets: Sequence
     callbacks = dict(hooks["callbacks"])
     if not config.activity.trains:
         return callbacks
+
+    # Early stopping, by the objective unless a metric is named.
     stopping = config.stopping
     if stopping.patience is not None:
         watched = objective if stopping.metric == "auto" else Objective.parsed(stopping.metric)
@@ -84,6 +90,8 @@ def callbacks_of(config: Config, hooks: Hooks, task: losses.Task, sets: Sequence
         callbacks[EARLY_STOPPING] = EarlyStopping(
             stopping.patience, stopping.min_delta, watched.direction, watched.metric
         )
+
+    # A run of a sweep with a pruner asks at each rung whether it may continue.
     run_dir = Path(config.run_dir)
     if asks_sweep(run_dir):
         excludes.require_best(config, "sweep.pruner")
@@ -119,8 +127,9 @@ def utilisation_of(config: Config, engine: Engine) -> Utilisation | None:
     peak = peak_flops(engine.state.device, config.precision.mode, config.train.peak_flops)
     if peak is None or config.train.compile:
         return None
+    total_peak = peak * engine.ranks.world_size
     recomputes = config.activation_checkpointing.mode != "none"
-    return Utilisation(peak * engine.ranks.world_size, lambda: engine.phase is Phase.BACKWARD, recomputes)
+    return Utilisation(total_peak, lambda: engine.phase is Phase.BACKWARD, recomputes)
 
 
 # --- before the first step
@@ -141,6 +150,8 @@ def try_metrics(session: Session) -> None:
     if not is_evaluated:
         _refuse_settings_that_need_evaluations(session)
         return
+
+    # A built-in task's metrics are known by name. A trial is worth its time only where objects or own tasks may fail.
     is_built_in = losses.is_built_in(session.task)
     names = {"loss", "accuracy"} if is_built_in else {"loss"}
     if not losses.has_embeddings(session.task) and (session.metrics.names or not is_built_in):
@@ -174,6 +185,8 @@ def _try_on_examples(session: Session) -> set[str]:
     names: set[str] = set()
     copied: Parameters = "all" if is_small(*modules) else "written"
     session.ranks.enable_votes(False)
+
+    # Each rank by itself: one that fails here goes on with the next set.
     for batches in session.eval_sets.values():
         if batches.is_stream or not batches.samples:
             continue
@@ -190,6 +203,7 @@ def _try_on_examples(session: Session) -> set[str]:
         if session.snapshot.lost:
             log.warning("%s", written_without_copy("the first trial of the metrics", session.snapshot.lost))
         names |= {"loss", *metrics} - {EVERY}
+
     names = names.union(*session.ranks.all_gather_object(names))
     if names:  # else no rank could try
         session.metrics.require_updates(session.ranks)
@@ -207,12 +221,15 @@ def _require_named_metrics(session: Session, names: set[str]) -> None:
     """
     config = session.config
     progress = session.state.progress
+
+    # Settings name metrics as the log does: with the name of the evaluation set.
     logged_names: set[str] = set()
     for set_name in session.eval_sets:
         logged_names.update(logged_name(set_name, metric) for metric in names)
     settings = {"objective": config.objective}
     if config.stopping.patience is not None:
         settings["stopping.metric"] = config.stopping.metric
+
     for setting, text in settings.items():
         if text == "auto":
             continue

@@ -47,6 +47,8 @@ def learn_draws(config: Config, resources: Resources, model: nn.Module, ranks: R
     that a Snapshot covers. Raises errors of reading a stream.
     """
     draw_record = DrawRecord()
+
+    # Skip modes of which nothing can or need be learnt. Samples are read for the others only.
     tried_modes = []
     for mode in modes_of(resources):
         if mode.is_trained and not mode.training:  # an update's task is not evaluated
@@ -56,7 +58,10 @@ def learn_draws(config: Config, resources: Resources, model: nn.Module, ranks: R
             resources.note_check(mode.check_name("draws"), reason)
         else:
             tried_modes.append(mode)
-    samples = resources.first_samples(config.train.seed) if tried_modes else None
+    samples = None
+    if tried_modes:
+        samples = resources.first_samples(config.train.seed)
+
     for mode in tried_modes:
         if samples is None:
             text = f"not tried: {resources.samples_error}"
@@ -65,6 +70,8 @@ def learn_draws(config: Config, resources: Resources, model: nn.Module, ranks: R
         else:
             text = _learn_mode(config, resources, model, mode, draw_record)
         resources.note_check(mode.check_name("draws"), text)
+
+    # The first rank's on all of them: ranks have different samples, and may have learnt different things.
     return ranks.all_gather_object(draw_record)[0]
 
 
@@ -86,12 +93,16 @@ def _learn_mode(config: Config, resources: Resources, model: nn.Module, mode: Mo
     """Add a mode's draws to the record. Return whose draws are whose, in words."""
     compute = _weighted_sum_of_embeddings if has_embeddings(mode.task) else None
     factories = functools.partial(precisions_to_try, mode.task, config, resources, model, compute=compute)
+
+    # By the shapes of the draws. Rounding does not matter to them, so that no copies are needed.
     read = functools.partial(_read_shapes, mode=mode, draw_record=draw_record)
     try:
         candidates, other_draws = first_working_result(factories(noise=None), read, mode.is_trained).value
     except Exception as error:  # the first step raises it again, with its traceback
         return f"not known: {summary_of(error)}; {BY_DEFAULT}"
     text = _in_words(draw_record, mode, other_draws)
+
+    # By the loss, which depends on how rows are read. Best in fp64, with noise.
     if candidates:
         choose = functools.partial(_choose_layouts, mode=mode, draw_record=draw_record, candidates=candidates)
         try:
@@ -109,7 +120,8 @@ def _weighted_sum_of_embeddings(task: Any, model: nn.Module, batch: Any) -> tupl
     for embeddings in tensors_in(contrastive.embed(task, model, batch)):
         device = embeddings.device
         weights = torch.arange(embeddings[0].numel(), dtype=torch.float64, device=device).cos()
-        total = total.to(device) + (embeddings.double().reshape(len(embeddings), -1) * weights).sum()
+        embedding_by_sample = embeddings.double().reshape(len(embeddings), -1)
+        total = total.to(device) + (embedding_by_sample * weights).sum()
     return total, 1, {}
 
 
@@ -120,6 +132,8 @@ def _read_shapes(probe: TaskProbe, mode: Mode, draw_record: DrawRecord) -> tuple
         The layouts that are possible, one or two, empty if no draw has samples; and what else is drawn, in words.
     """
     samples = probe.samples
+
+    # Note what is drawn for all samples and for half of them.
     noted = DrawRecord()
     other_draws: list[str] = []
     draws_of: dict[str, dict[int, RandomDraw]] = {"ab": {}, "a": {}}
@@ -133,6 +147,7 @@ def _read_shapes(probe: TaskProbe, mode: Mode, draw_record: DrawRecord) -> tuple
         if not topic.startswith(topic_of("")):
             other_draws.append(text)
 
+    # The dimension that is as much longer as there are more samples is theirs.
     number = len(samples.positions("ab"))
     number_in_half = len(samples.positions("a"))
     draws_of_whole = draws_of["ab"]
@@ -146,10 +161,13 @@ def _read_shapes(probe: TaskProbe, mode: Mode, draw_record: DrawRecord) -> tuple
         )
         other_draws.append("their number depends on the micro-batch")
 
+    # Shapes do not tell whether a sample's rows are neighbours or one batch apart.
     if all(layout.axis is None for layout in layouts.values()):
         return [], other_draws
+    candidates = [layouts]
     interleaved = interleaved_layouts(layouts)
-    candidates = [layouts] if interleaved == layouts else [layouts, interleaved]
+    if interleaved != layouts:
+        candidates.append(interleaved)
     return candidates, other_draws
 
 
@@ -171,8 +189,11 @@ def _in_words(draw_record: DrawRecord, mode: Mode, other_draws: list[str]) -> st
         texts.append(f"of the micro-batch: {listed(sorted(varying))}")
     texts.extend(other_draws)
     if any(layout.axis is not None for layout in layouts):
-        texts.append("the others belong to samples" if texts else "all belong to samples")
-    return "; ".join(texts) or "none"
+        subject = "the others" if texts else "all"
+        texts.append(f"{subject} belong to samples")
+    if not texts:
+        return "none"
+    return "; ".join(texts)
 
 
 def _kernel_name(layout: DrawLayout) -> str:
@@ -189,7 +210,10 @@ def _choose_layouts(probe: TaskProbe, mode: Mode, draw_record: DrawRecord, candi
     if not math.isfinite(smallest):
         raise ArithmeticError("the loss is not finite")
     draw_record.layouts[mode.work] = candidates[deviations.index(smallest)]
-    if smallest > (MAX_DEVIATION_IN_FP64 if probe.dtype is torch.float64 else MAX_DEVIATION):
+
+    # The best reading may still be wrong: then something depends on the cut, and the run says so.
+    tolerance = MAX_DEVIATION_IN_FP64 if probe.dtype is torch.float64 else MAX_DEVIATION
+    if smallest > tolerance:
         draw_record.depends[_topic(mode)] = (
             f"the loss of {probe.samples.number} samples is not that of their halves, by {smallest:.1%}, though each "
             "sample draws the same: draws cannot be assigned to samples, or the loss compares samples"
@@ -201,9 +225,11 @@ def _deviation(probe: TaskProbe, mode: Mode, layouts: Layouts) -> float:
     losses = {}
     for batch_name in ("ab", "a", "b"):
         positions = probe.samples.positions(batch_name)
-        sample_draws = SampleDraws((0,), positions, DrawRecord({mode.work: layouts}), mode.work)
+        record = DrawRecord({mode.work: layouts})
+        sample_draws = SampleDraws((0,), positions, record, mode.work)
         losses[batch_name] = probe(batch_name, mode.training, sample_draws).loss
-    return abs(excess(losses)) / (size_of(losses) or 1.0)
+    size = size_of(losses) or 1.0
+    return abs(excess(losses)) / size
 
 
 def _topic(mode: Mode) -> str:

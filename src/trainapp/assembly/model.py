@@ -41,13 +41,18 @@ def build_model(config: Config, resources: Resources, is_meta: bool = False) -> 
         is_meta: build it on the meta device.
     """
     device = resources.device
+
+    # Construct it, on its device in the end unless its values come later (`meta_init`).
     initial_device = "meta" if is_meta else resources.initial_device
-    with torch.device(initial_device) if initial_device else contextlib.nullcontext():
+    device_context = torch.device(initial_device) if initial_device else contextlib.nullcontext()
+    with device_context:
         model = _construct_model(config, resources)
     if not is_meta and not _is_on(device, model):
         model.to(device)
     model.train()
     materialise(model, resources, device, is_meta)
+
+    # Adapt its modules and parameters to training.
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             module.sparse = False
@@ -86,9 +91,10 @@ def _require_arguments(config: Config, targets: ResolvedTargets, spec: Spec) -> 
         if is_required and name not in config.model.arguments and name not in spec.values:
             lacking.append(name)
     if lacking:
+        available = ", ".join(spec.values) or "no spec"
         raise UserError(
             f"model={config.model.target} cannot read data={config.data.target}: it needs {', '.join(lacking)}, and "
-            f"the data has {', '.join(spec.values) or 'no spec'}; choose a model for this kind of data"
+            f"the data has {available}; choose a model for this kind of data"
         )
 
 
@@ -118,7 +124,7 @@ def materialise(model: nn.Module, resources: Resources, device: torch.device, is
         is_meta: whether the model has no values to compute with.
     """
     if not is_meta and lazy_modules(model):
-        model.eval()
+        model.eval()  # so that no statistics are updated
         for task in resources.targets.training_tasks:
             _call_with_two_samples(task, model, resources, device)
         model.train()
@@ -204,11 +210,15 @@ def _compare_sizes(config: Config, targets: ResolvedTargets, spec: Spec) -> None
     for which the model has no output.
     """
     differing = [written for written in spec.written if _differs(written, spec)]
+
+    # What would fail: positions beyond the model's longest sequence, targets beyond its outputs.
     if config.activity.computes_loss:
         if config.model.target.startswith("trainapp.models."):
             _require_context(spec)
         for task in (targets.task, *targets.training_tasks):
             _require_outputs(task, differing, spec)
+
+    # What may be meant.
     if config.mode != "export":  # it reads no batch
         for written in differing:
             _log_difference(written, spec.values[written.name])
@@ -248,9 +258,11 @@ def _require_outputs(task: Any, differing: list[Written], spec: Spec) -> None:
     if name is None or any(setting.endswith(f".{name}") for setting in spec.filled):
         return
     needed: Any = spec.values.get(name)
+
+    # Where the model has several sizes of this name, one that is large enough may be the output's.
+    sizes_of_this_name = [written for written in spec.written if written.name == name]
     too_small = [written for written in differing if written.name == name and _is_less(written.value, needed)]
-    sizes_of_this_name = sum(written.name == name for written in spec.written)
-    if too_small and len(too_small) == sizes_of_this_name:
+    if too_small and len(too_small) == len(sizes_of_this_name):
         settings = ", ".join(f"{written.setting}={written.value}" for written in too_small)
         pronoun = "it" if len(too_small) == 1 else "them"
         raise UserError(

@@ -59,13 +59,19 @@ def precisions_to_try(
     metric_names = frozenset(resources.targets.hooks["metrics"])
     arguments: Any = (task, model, resources.samples, resources.device, config.train.seed, metric_names)
     factories = []
-    if noise is not None and is_small(model, task.unchecked):
-        factories.append(ProbeFactory(FP64, functools.partial(probe_in_fp64, *arguments, noise=noise, compute=compute)))
 
+    # In fp64, which takes copies.
+    if noise is not None and is_small(model, task.unchecked):
+        make_fp64_probe = functools.partial(probe_in_fp64, *arguments, noise=noise, compute=compute)
+        factories.append(ProbeFactory(FP64, make_fp64_probe))
+
+    # Without autocast.
     make_probe = functools.partial(TaskProbe, *arguments, compute=compute)
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    factories.append(ProbeFactory("fp32" if dtypes <= {torch.float32} else "the model's dtype", make_probe))
+    precision = "fp32" if dtypes <= {torch.float32} else "the model's dtype"
+    factories.append(ProbeFactory(precision, make_probe))
 
+    # With it.
     make_probe_as_trained = functools.partial(make_probe, call_context=lambda: resources.numerics.autocast)
     factories.append(ProbeFactory("as trained", make_probe_as_trained))
     return factories
@@ -104,6 +110,7 @@ def first_working_result(
             if len(failures) == len(factories):
                 raise
             continue
+
         lost = probe.snapshot.lost
         if lost:
             log.warning("a trial call of the task has changed %s in place; frozen, it had no copy", listed(lost))
@@ -146,14 +153,18 @@ def probe_in_fp64(
         noise: the standard deviation of what is added to parameters: a layer that begins at zero hides what is before
             it.
     """
+    # Copy model and task in one call, so that what they share is shared by the copies, too.
     originals = _outermost_modules(model, task.unchecked)
     tensor_copies = _tensor_copies(originals.values(), task, model)
     copied_model, copied_task = copy.deepcopy((model, task.unchecked), tensor_copies)
+
+    # Convert the copies, and nothing but them.
     copies = _outermost_modules(copied_model, copied_task)
     _require_separate(copies, originals)
     for module in copies.values():
         module.double()
     _add_noise(copied_model, noise)
+
     return TaskProbe(
         CheckedTask(copied_task, task.setting),
         copied_model,
@@ -176,7 +187,7 @@ def _tensor_copies(modules: Iterable[nn.Module], task: CheckedTask, model: nn.Mo
     """Return, by id, for `copy.deepcopy`: the tensors in attributes, which `module.double()` does not reach, and those
     that it cannot copy (2.13: compressed sparse and nested ones).
     """
-    registered = {id(tensor) for module in modules for tensor in _registered_tensors(module)}
+    registered = _ids_of_tensors(modules)
     copies = {}
     for tensor in held_tensors([model, task.unchecked]):
         can_be_copied = tensor.layout is torch.strided and not tensor.is_nested
@@ -194,11 +205,19 @@ def _require_separate(copies: Mapping[str, nn.Module], originals: Mapping[str, n
     """Raise `copy.Error` where converting the copies would convert their originals: `copy.deepcopy` copies neither a
     function's closure nor what a class returns as its own copy.
     """
-    original_tensors = {id(tensor) for module in originals.values() for tensor in _registered_tensors(module)}
+    original_tensors = _ids_of_tensors(originals.values())
     for name, module_copy in copies.items():
         for path, module in module_copy.named_modules(prefix=name):
-            if any(id(tensor) in original_tensors for tensor in _registered_tensors(module, recurse=False)):
-                raise copy.Error(f"the copy shares {path} ({type(module).__name__}), such as by a closure")
+            for tensor in _registered_tensors(module, recurse=False):
+                if id(tensor) in original_tensors:
+                    raise copy.Error(f"the copy shares {path} ({type(module).__name__}), such as by a closure")
+
+
+def _ids_of_tensors(modules: Iterable[nn.Module]) -> set[int]:
+    ids: set[int] = set()
+    for module in modules:
+        ids.update(id(tensor) for tensor in _registered_tensors(module))
+    return ids
 
 
 def _registered_tensors(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
@@ -208,7 +227,7 @@ def _registered_tensors(module: nn.Module, recurse: bool = True) -> Iterator[Ten
 
 def _add_noise(model: nn.Module, standard_deviation: float) -> None:
     """Add normal random numbers to the floating-point parameters, the same in every call."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # on the CPU: the same numbers on every device
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():

@@ -83,21 +83,25 @@ class TaskProbe:
         self.seed = seed
         self.dtype = dtype
         self.with_gradients = False
-        self._compute = functools.partial(compute, task, model) if compute else functools.partial(task, model)
+        self._compute: Callable[..., Any] = functools.partial(task, model)
+        if compute is not None:
+            self._compute = functools.partial(compute, task, model)
         self._call_context = call_context
         self._stateful_metrics = stateful_metrics
         self._model_and_task = [model, task.unchecked]
 
+        # Modules of the task are moved, too, which happens later anyway.
         stateful = Stateful(model=model, task=task.unchecked)
         self._roots = [model, *stateful.modules.values()]
         self._batchnorms: list[nn.Module] = []
         for root in self._roots:
             self._batchnorms.extend(module for module in root.modules() if isinstance(module, BatchNorm))
         for root in self._roots:
-            root.to(device)  # modules of a task are moved later anyway
+            root.to(device)
+
+        # The state with which every call starts. Of a large model, most of the memory may be frozen.
         self._generators = [owner for owner in stateful.owners.values() if owner.kind == "generator"]
         self.snapshot = Snapshot.of(stateful)
-        # Of a large model, most of the memory may be frozen.
         self.snapshot.take("all" if is_small(model, task.unchecked) else "trained")
 
     @torch.no_grad()
@@ -119,18 +123,22 @@ class TaskProbe:
         batch = map_tensors(self._copy_to_device, self.samples.batches[batch_name])
         in_evaluation = self._batchnorms if training else self._roots
         draws_context = sample_draws or contextlib.nullcontext()
-        recording = recorded_gradients(self._model_and_task) if self.with_gradients else contextlib.nullcontext()
+        operations_context = dispatch_mode or contextlib.nullcontext()
+        recording: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.with_gradients:
+            recording = recorded_gradients(self._model_and_task)
         try:
             with preserved_rng(self.device), self._call_context(), evaluation_mode(in_evaluation):
                 seed_from(self.device, self.seed)
                 states_before = self._generator_states()
                 with draws_context:
-                    with recording, dispatch_mode or contextlib.nullcontext():
+                    with recording, operations_context:
                         loss, count, metrics = self._compute(batch)
+                    # The metrics are watched apart, as their rounding is not the loss's.
                     if isinstance(dispatch_mode, Observer):
                         dispatch_mode.writes = self.snapshot.changed()
                         dispatch_mode.epsilon_of_loss = dispatch_mode.epsilon
-                    with dispatch_mode or contextlib.nullcontext():  # again: functions among the metrics compute now
+                    with operations_context:  # functions among the metrics compute now
                         metric_sums, metrics_error = self._sums_of(metrics, dispatch_mode)
                 drew_outside_torch = states_before != self._generator_states()
                 return Sums(_as_number(loss), _as_number(count), metric_sums, drew_outside_torch, metrics_error)
@@ -138,12 +146,17 @@ class TaskProbe:
             self.snapshot.restore()
 
     def _copy_to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None, copy=True)
+        dtype = self.dtype if tensor.is_floating_point() else None
+        return tensor.to(self.device, dtype, copy=True)
 
     def _generator_states(self) -> bytes:
         """Return the states of Python's and NumPy's generators: torch's are tensors."""
-        states = [random.getstate(), np.random.get_state(), *(owner.copy() for owner in self._generators)]
-        return pickle.dumps([state for state in states if not isinstance(state, Tensor)])
+        states: list[Any] = [random.getstate(), np.random.get_state()]
+        for owner in self._generators:
+            state = owner.copy()
+            if not isinstance(state, Tensor):
+                states.append(state)
+        return pickle.dumps(states)
 
     def _sums_of(
         self, metrics: Mapping[str, Any], dispatch_mode: "Observer | RandomRounding | None"
@@ -223,10 +236,13 @@ class Observer(DispatchMode):
         for tensor in tensors_in(result):
             if tensor.is_floating_point():
                 self.epsilon = max(self.epsilon, torch.finfo(tensor.dtype).eps)
+
+        # Remember sums, and casts of sums, with the number of their summands.
         if isinstance(result, Tensor) and args and isinstance(args[0], Tensor):
             summed = args[0]
             is_sum = func.overloadpacket is torch.ops.aten.sum
-            if is_sum or result.ndim == summed.ndim == 0:  # a cast of a sum is one
+            is_cast = result.ndim == summed.ndim == 0
+            if is_sum or is_cast:
                 self._sums[id(result)] = (result, self.summands_of(summed) or summed.numel())
         return result
 
@@ -248,27 +264,38 @@ class RandomRounding(DispatchMode):
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        arguments = [tensor for tensor in tensors_in([list(args), kwargs or {}]) if _has_own_storage(tensor)]
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+
+        # Without numbers that are rounded already, such as in a mask or in `zeros`, the result is exact.
+        arguments = [tensor for tensor in tensors_in([list(args), kwargs]) if _has_own_storage(tensor)]
         if not any(tensor.is_floating_point() for tensor in arguments):
             return result
+
+        # Round what is new: not a view, and not written in place, which would round its other values, too.
         argument_storages = {storage_id(tensor.untyped_storage()) for tensor in arguments}
         for tensor in tensors_in(result):
             if not _has_own_storage(tensor):
                 continue
-            is_new = storage_id(tensor.untyped_storage()) not in argument_storages  # no view, not written in place
+            is_new = storage_id(tensor.untyped_storage()) not in argument_storages
             if is_new and tensor.dtype in _ROUNDED_DTYPES and not is_expanded(tensor):
                 self._round(tensor)
         return result
 
     def _round(self, tensor: Tensor) -> None:
         epsilon = max(torch.finfo(tensor.dtype).eps, torch.finfo(torch.float32).eps)
+
+        # Up or down, at random. Suspended, as these numbers are not the samples'.
         with SampleDraws.suspended():
             options: dict[str, Any] = {"device": tensor.device, "generator": self._generator, "dtype": torch.int8}
             bits = torch.randint(0, 2, tensor.shape, **options)
-        is_exact = (tensor == tensor.round()) & (tensor.abs() < 0.25 / epsilon)  # larger numbers have no fractions
-        change = (2 * bits - 1).to(tensor.dtype).masked_fill_(is_exact, 0)
-        tensor.mul_(1 + epsilon * change)
+        signs = (2 * bits - 1).to(tensor.dtype)
+
+        # Leave integers as they are. Larger numbers have no fractions, but may have been rounded.
+        is_integer = tensor == tensor.round()
+        is_exact = is_integer & (tensor.abs() < 0.25 / epsilon)
+        signs.masked_fill_(is_exact, 0)
+        tensor.mul_(1 + epsilon * signs)
 
 
 def _has_own_storage(tensor: Tensor) -> bool:

@@ -48,22 +48,25 @@ class ResolvedTargets:
     @property
     def has_embeddings(self) -> bool:
         """Whether a loss is an embedding loss: a step then holds the embeddings of all its micro-batches at once."""
-        return any(map(losses.has_embeddings, (self.task, *self.training_tasks)))
+        return any(losses.has_embeddings(task) for task in (self.task, *self.training_tasks))
 
     @property
     def knows_loss(self) -> bool:
         """Whether every loss can be computed in chunks."""
-        return all(map(losses.can_be_chunked, (self.task, *self.training_tasks)))
+        return all(losses.can_be_chunked(task) for task in (self.task, *self.training_tasks))
 
 
 def resolve_targets(config: Config) -> ResolvedTargets:
     """Find the named classes and open the data sets. Raises UserError with all errors in names and arguments."""
     targets_by_setting = locate_targets(config)
+
     train_data, eval_data = _open_datasets(config, targets_by_setting)
     if not eval_data and config.mode == "eval":
         raise UserError(f"mode=eval: data={config.data.target} has no validation split, and `eval` names no other data")
     if config.mode == "predict" and config.predict.split == "train":
         eval_data["train"] = train_data
+
+    # The data fills in arguments of models and hooks, and may name its task.
     spec = dict(getattr(train_data, "spec", {}))
     task, updates = _tasks(config, targets_by_setting, train_data)
     return ResolvedTargets(
@@ -84,13 +87,17 @@ def locate_targets(config: Config) -> dict[str, Any]:
     errors: list[str] = []
     located_targets: dict[str, Any] = {}
 
+    # Nodes with a `_target_` and arguments. The application provides some of the arguments: of data only these two.
     data_nodes: dict[str, Target] = {"data": config.data}
-    data_nodes.update((f"eval.{name}", node) for name, node in config.eval.items())
+    for name, node in config.eval.items():
+        data_nodes[f"eval.{name}"] = node
     for name, node in {**data_nodes, "model": config.model, **config.optimizers}.items():
         try:
             target = targets.locate(node.target, f"{name}._target_", config.user_packages)
             located_targets[name] = target
-            provided = {"split", "seed"} if name in data_nodes else set(parameters_of(target))
+            provided = {"split", "seed"}
+            if name not in data_nodes:
+                provided = set(parameters_of(target))
             unclaimed = errors_of_unclaimed(name, node, target)
             for messages in unclaimed.values():
                 errors.extend(messages)
@@ -99,6 +106,7 @@ def locate_targets(config: Config) -> dict[str, Any]:
         except UserError as error:
             errors.append(str(error))
 
+    # Tasks, whose arguments are checked when they are bound.
     tasks = {f"updates.{number}.task": update.task for number, update in enumerate(config.updates)}
     if config.task != "auto":
         tasks["task"] = config.task
@@ -129,6 +137,7 @@ def _open_datasets(config: Config, targets_by_setting: dict[str, Any]) -> tuple[
         provided = {"split": split, "seed": config.train.seed}
         return targets.construct(targets_by_setting[setting], node.arguments, setting, config.user_packages, provided)
 
+    # The data's two splits. It may have none for validation.
     train_data = opened("data", config.data, "train")
     validation_data = opened("data", config.data, "val")
     if is_empty(train_data):
@@ -136,13 +145,19 @@ def _open_datasets(config: Config, targets_by_setting: dict[str, Any]) -> tuple[
     eval_data: dict[str, Any] = {}
     if validation_data is not None and not is_empty(validation_data):
         eval_data[""] = validation_data
+
+    # The sets of `eval`, each of which has samples for validation.
     for name, node in config.eval.items():
         dataset = opened(f"eval.{name}", node, "val")
         if dataset is None or is_empty(dataset):
             raise UserError(f"eval.{name}._target_={node.target}: it has no samples; remove it, or add samples")
         eval_data[name] = dataset
+
+    # What indices of tokens and classes mean has to be the same everywhere.
     for name, dataset in eval_data.items():
-        setting = f"eval.{name}._target_={config.eval[name].target}" if name else f"data={config.data.target}"
+        setting = f"data={config.data.target}"
+        if name:
+            setting = f"eval.{name}._target_={config.eval[name].target}"
         _require_same_vocabulary(train_data, dataset, setting)
         _require_same_classes(train_data, dataset, setting)
     return train_data, eval_data
@@ -181,6 +196,7 @@ def _tasks(
     """Return the task of evaluations and those of the updates. For task=auto, the first is the data set's or, with
     updates, the last one's; data for several losses need not declare one.
     """
+    # Each update names its task.
     updates = {}
     for number, update in enumerate(config.updates):
         setting = f"updates.{number}.task"
@@ -191,13 +207,16 @@ def _tasks(
                 f"{task.setting} has whole_batch=True, which needs a single optimizer: each update is cut separately; "
                 "use a loss that is a sum over samples, or an embedding loss (trainapp.tasks.EmbeddingTask)"
             )
+
+    # Evaluations have the task that is named for them, or the last update's, or else the data set's.
     if config.task != "auto":
         task = _bind_task(config, targets_by_setting["task"], "task", config.task, config.task_arguments)
         return task, updates
     if updates:
         if config.task_arguments:
+            argument = next(iter(config.task_arguments))
             raise UserError(
-                f"task.{next(iter(config.task_arguments))} with updates: task=auto is the last update's task, whose "
+                f"task.{argument} with updates: task=auto is the last update's task, whose "
                 "arguments are its own; write them there, or name a task for evaluation"
             )
         return list(updates.values())[-1], updates
@@ -225,12 +244,15 @@ def _bind_task(config: Config, target: Any, setting: str, value: str, arguments:
     """
     output = arguments.get("output")
     is_index_or_name = type(output) in (int, str)
+
+    # Leave out an `output` that the task does not take.
     parameters = parameters_of(target)
     takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if not takes_any_keyword and "output" not in parameters:
         arguments = {name: argument for name, argument in arguments.items() if name != "output"}
         if not (output is None or is_index_or_name):
             raise UserError(f"{setting}.output={output}: must be the index or the name of a part of the model's output")
+
     task = targets.function_of(target, arguments, setting, config.user_packages, leading=2)
     return CheckedTask(task, f"{setting}={value}", output if is_index_or_name else None)
 
@@ -242,9 +264,12 @@ def _base_weights(config: Config) -> str | None:
     """Return the file with the initial weights of the adapters' base: `model.init_from`, or that of the run it names,
     whose adapters this run starts from.
     """
-    source = None if config.adapter.kind == "none" else config.model.init_from
+    if config.adapter.kind == "none":
+        return None
+    source = config.model.init_from
     while source is not None and names_checkpoint(source):
-        source = read_manifest(resolve(source, "model.init_from"))["config"]["model"]["init_from"]
+        manifest = read_manifest(resolve(source, "model.init_from"))
+        source = manifest["config"]["model"]["init_from"]
     return source
 
 
@@ -252,14 +277,21 @@ def choose_device(setting: str) -> torch.device:
     """Return the device of `train.device`; auto prefers CUDA, then MPS, then the CPU. Raises UserError if it is
     missing.
     """
-    is_available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    available = [name for name in is_available if is_available[name]]
+    available = []  # the preferred one first
+    if torch.cuda.is_available():
+        available.append("cuda")
+    if torch.backends.mps.is_available():
+        available.append("mps")
+    available.append("cpu")
+
     name = available[0] if setting == "auto" else setting
     if name not in available:
         raise UserError(
             f"train.device={setting}: this machine has no such device; available: auto, {', '.join(available)}"
         )
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    if name == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(name)
 
 
 def set_global_switches(config: Config, device: torch.device) -> None:

@@ -57,18 +57,27 @@ class Resources:
         tasks = {"task": self.targets.task.unchecked}
         for name, task in self.targets.updates.items():
             tasks[f"{name}'s task"] = task.unchecked
-        eval_data = {name: eval_set.dataset for name, eval_set in self.eval_sets.items() if not eval_set.is_stream}
-        return {**tasks, **_data_by_owner_name(self.batches.source.state_owner, eval_data)}
+
+        eval_data = {}
+        for name, eval_set in self.eval_sets.items():
+            if not eval_set.is_stream:  # an evaluation reads a stream from its start
+                eval_data[name] = eval_set.dataset
+        data = _data_by_owner_name(self.batches.source.state_owner, eval_data)
+        return {**tasks, **data}
 
     def first_samples(self, seed: int) -> Samples | None:
         """Return the first samples of training, to compare; None if there are too few, or if they cannot be fetched,
         which the first step reports: see `samples_error`. Raises errors of reading a stream, which come only once.
         """
+        # Other lengths are looked for only where a batch is more than its stacked samples.
         only_stacks = Fetcher(self.targets.train_data, seed).only_stacks
-        data, indices = self.batches.source.first(COMPARED_SAMPLES if only_stacks else SEARCHED_SAMPLES)
+        number = COMPARED_SAMPLES if only_stacks else SEARCHED_SAMPLES
+        data, indices = self.batches.source.first(number)
         has_fetched = self.samples is not None or self.samples_error
         if has_fetched:
             return self.samples
+
+        # Fetch them without a trace: the data may have state.
         stateful = Stateful(data=data)
         for module in stateful.modules.values():
             module.to(self.device)
@@ -112,13 +121,19 @@ def open_resources(
     """
     seed_everything(config.train.seed)  # for random numbers in data sets and tasks
     targets = targets or resolve_targets(config)
+
+    # The device, and its memory before anything is allocated there.
     device = ranks.device if ranks.world_size > 1 else choose_device(config.train.device)
     set_global_switches(config, device)
-    memory = memory or build_memory(config.memory, device)  # before anything is allocated on the device
+    memory = memory or build_memory(config.memory, device)
     memory.keep_events = config.memory.timeline
     memory.compiles = config.train.compile
+
+    # Again: the parameters must not depend on what the data sets have drawn.
     seed_everything(config.train.seed)
     numerics = precision.build(config.precision, device)
+
+    # Training and evaluation load their samples alike.
     loading: dict[str, Any] = {
         "seed": config.train.seed,
         "device": device,
@@ -128,7 +143,9 @@ def open_resources(
     batches = _train_batches(config, targets, loading)
     loading["equal"] = ranks.world_size > 1 and config.parallel.strategy == "fsdp"  # a forward is collective
     split = attribute(targets.task, "split")
-    eval_sets = {name: EvalBatches(data, split=split, **loading) for name, data in targets.eval_data.items()}
+    eval_sets = {}
+    for name, data in targets.eval_data.items():
+        eval_sets[name] = EvalBatches(data, split=split, **loading)
     return Resources(targets, device, memory, numerics, batches, eval_sets, resumes=resumes)
 
 
@@ -143,11 +160,13 @@ def _train_batches(config: Config, targets: ResolvedTargets, loading: dict[str, 
     data = targets.train_data
     settings = config.data
     loading = loading | {"global_size": config.batch.global_size, "split": _split_of_training(targets)}
+
     if is_stream(data):
         _require_streamable(config)
         # `auto` is one process at most: with more, the order of the samples depends on their number.
         shards = 1 if settings.num_workers == "auto" else max(1, loading["workers"])
         return TrainBatches(data, shards=shards, **loading)
+
     batches = TrainBatches(data, drop_last=settings.drop_last, weights=settings.sampling.weights, **loading)
     if batches.epoch_samples == 0:
         raise UserError(
@@ -198,17 +217,22 @@ def _worker_count(config: Config, targets: ResolvedTargets, world_size: int) -> 
     setting = config.data.num_workers
     local_ranks = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     count = worker_count(setting, targets.train_data, local_ranks)
+
     data_by_name = _data_by_owner_name(targets.train_data, targets.eval_data)
-    owners = Stateful(**{name: data for name, data in data_by_name.items() if not is_stream(data)}).owners
+    indexed_data = {name: data for name, data in data_by_name.items() if not is_stream(data)}
+    owners = Stateful(**indexed_data).owners
     if not (count and owners):
         return count
+
+    # A user who has set the number keeps it for generators, whose numbers differ only after a retry or a resume.
     is_off = setting == "auto" or any(owner.kind == "data" for owner in owners.values())
+    consequence = "no workers are used" if is_off else "a retried or resumed step may see other numbers"
     log.warning(
         "data.num_workers=%s: the data is stateful (%s), and each worker would change its own copy, ahead of the "
         "steps: %s. Make a sample a function of its index and of the global generators, which are seeded for it",
         setting,
         ", ".join(owners),
-        "no workers are used" if is_off else "a retried or resumed step may see other numbers",
+        consequence,
     )
     return 0 if is_off else count
 

@@ -74,13 +74,16 @@ def first_samples(data: Any, indices: Sequence[Any], seed: int) -> Samples | Non
     a = _fetch(data, first_half, seed)
     b = _fetch(data, second_half, seed)
 
+    # A batch that is its halves joined: other orders of the same samples, and unequal parts.
     dims = batch_dims(whole, [a, b])
     if dims:
         batches = {"ab": whole, "a": a, "b": b}
         for name, parts in {"ba": (b, a), "aa": (a, a), "bb": (b, b)}.items():
             batches[name] = join_parts(whole, parts, dims)
         if number > 2:
-            uneven = [_fetch(data, part, seed) for part in (first_half[:1], first_half[1:] + second_half)]
+            first = _fetch(data, first_half[:1], seed)
+            all_but_first = _fetch(data, first_half[1:] + second_half, seed)
+            uneven = [first, all_but_first]
             if batch_dims(whole, uneven):
                 batches.update(zip(UNEVEN, uneven, strict=True))
         return Samples(number, batches, is_joined=True)
@@ -121,11 +124,15 @@ def with_cut(samples: Samples, data: Any, indices: Sequence[Any], seed: int, spl
 def _with_cut(samples: Samples, fetcher: Fetcher, indices: list[Any], split: Split | None) -> Samples:
     half = samples.number // 2
     batches = dict(samples.batches)
+
+    # The whole batch: of the compared samples where it differs from its halves, or else with another second half.
     names: tuple[str, ...]
     if samples.is_joined:
         different_half = _differently_shaped_half(samples, fetcher, indices)
         if not different_half:
-            reason = f"the first {len(indices)} samples have one shape" if fetcher.collate is not None else ""
+            reason = ""
+            if fetcher.collate is not None:
+                reason = f"the first {len(indices)} samples have one shape"
             return samples._replace(cut=Cut(reason=reason))
         whole_indices = indices[:half] + different_half
         names = ("ac", "a", "c")
@@ -140,15 +147,18 @@ def _with_cut(samples: Samples, fetcher: Fetcher, indices: list[Any], split: Spl
     if reason:
         return samples._replace(cut=Cut(reason=reason))
 
+    # Its halves, as training makes them.
     if split is not None:
         batches["A"] = split(map_tensors(Tensor.clone, whole), 0, half)
         batches["C"] = split(map_tensors(Tensor.clone, whole), half, 2 * half)
-        if not batch_dims(whole, [batches["A"], batches["C"]]):  # it cuts more than the samples, such as padding
+        cuts_more_than_samples = not batch_dims(whole, [batches["A"], batches["C"]])  # such as padding
+        if cuts_more_than_samples:
             names = (names[0], "A", "C")
     halves = [batches[name] for name in names[1:]]
     if batch_dims(whole, halves):
         return samples._replace(cut=Cut(reason="batches are their halves joined, whatever their shapes"))
-    return samples._replace(batches=batches, cut=Cut(names, is_padded=is_padded(whole, halves)))
+    cut = Cut(names, is_padded=is_padded(whole, halves))
+    return samples._replace(batches=batches, cut=cut)
 
 
 def _differently_shaped_half(samples: Samples, fetcher: Fetcher, indices: list[Any]) -> list[Any]:
@@ -160,6 +170,8 @@ def _differently_shaped_half(samples: Samples, fetcher: Fetcher, indices: list[A
     most_different: list[Any] = []
     if "ba" not in samples.batches:  # the two halves are known to differ, if not by their shapes
         most_different = indices[half : 2 * half]
+
+    # Half after half, as each is fetched and collated: one that differs enough ends the search.
     largest_ratio = 0.0
     for start in range(half, len(indices) - half + 1, half):
         candidate = indices[start : start + half]
@@ -178,18 +190,20 @@ def _ratio_of_elements(first: Any, second: Any) -> float:
     second_shapes = [tensor.shape for tensor in tensors_in(second)]
     if first_shapes == second_shapes:
         return 0.0
-    fewer, more = sorted((elements_in(first), elements_in(second)))
-    return more / max(fewer, 1)
+    smaller, larger = sorted((elements_in(first), elements_in(second)))
+    return larger / max(smaller, 1)
 
 
 def _reason_not_to_compare(fetcher: Fetcher, batch: Any, indices: list[Any]) -> str:
     """Return why the batch of these samples may differ from its halves by chance; "" if it does not."""
-    own_collate = fetcher.collate
+    # Fetch it once more, watching the data's `collate`.
+    collate = fetcher.collate
     has_drawn: list[bool] = []
-    if own_collate is not None:
-        fetcher.collate = _noting_draws(own_collate, has_drawn)
+    if collate is not None:
+        fetcher.collate = _noting_draws(collate, has_drawn)
     repeated_batch = fetcher[Request(0, indices)]
-    fetcher.collate = own_collate
+    fetcher.collate = collate
+
     if any(has_drawn):
         return "the data's `collate` draws random numbers"
     tensors = tensors_in(batch)

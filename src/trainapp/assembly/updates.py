@@ -32,10 +32,14 @@ def names_of(config: Config, model: nn.Module) -> Names:
     patterns = {f"updates.{number}.parameters": update.parameters for number, update in enumerate(config.updates)}
     names_by_update = list(divide_names(model, patterns).values())
 
-    trained_ids: set[int] = set()  # a tied weight has several names, of which one suffices
+    # By identity: a tied weight has several names, of which one suffices.
+    trained_ids: set[int] = set()
     for names in names_by_update:
         trained_ids.update(id(parameters[name]) for name in names)
-    untrained = [name for name, p in parameters.items() if p.requires_grad and id(p) not in trained_ids]
+    untrained = []
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and id(parameter) not in trained_ids:
+            untrained.append(name)
     if untrained:
         raise UserError(
             f"updates: no update trains {listed(untrained)}; add them to the parameters of one, or to model.freeze"
@@ -63,13 +67,18 @@ def build(
     for number, (setting, settings) in enumerate(config.optimizers.items()):
         trained = trained_by_update[number]
         decay = settings.layer_decay
+
+        # The optimizer takes the parameters that require gradients: for now, those of its update.
         with requires_grad_only(trained, every_trained):
-            blocks = blocks_of(model, f"{setting}.layer_decay={decay}") if decay is not None else []
+            blocks: list[nn.Module] = []
+            if decay is not None:
+                blocks = blocks_of(model, f"{setting}.layer_decay={decay}")
             optimizer = build_optimizer(settings, model, device, config.user_packages, blocks, setting)
             if settings.in_backward:
                 require_separable(optimizer)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
+
         # Each update has its own loss scale.
         with_scaler = dataclasses.replace(precision, scaler=copy.deepcopy(precision.scaler))
         updates.append(Update(optimizer, with_scaler, parameters=trained, number=number))

@@ -120,7 +120,8 @@ class Callbacks:
 
     def __post_init__(self) -> None:
         for name, callback in self.by_name.items():
-            if not any(callable(getattr(callback, method, None)) for method in METHODS):
+            has_method = any(callable(getattr(callback, method, None)) for method in METHODS)
+            if not has_method:
                 raise UserError(
                     f"callbacks.{name}: a {type(callback).__name__} has none of the methods {', '.join(METHODS)}, so "
                     "it would never be called"
@@ -173,12 +174,15 @@ class EarlyStopping:
         self._require_metric(numbers)
         if not view.is_scheduled:
             return
+
+        # A metric that is missing now counts as not finite: an earlier evaluation had it.
         value = numbers.get(self.metric, math.nan)
         if self._is_improvement(value):
             self.best = value
             self.best_step = view.step
             self._without_improvement = 0
             return
+
         self._without_improvement += 1
         if self._without_improvement >= self.patience:
             view.stop(self._reason())
@@ -196,7 +200,9 @@ class EarlyStopping:
             return False
         if self.best is None:
             return True
-        gain = value - self.best if self.direction == "max" else self.best - value
+        gain = value - self.best
+        if self.direction == "min":
+            gain = -gain
         return gain > self.min_delta
 
     def _reason(self) -> str:
@@ -281,11 +287,13 @@ class Profile:
 
     def _finish(self, view: View) -> None:
         """Stop the profiler and write its trace, on rank 0 also the summary."""
+        # The figures first: stopping and writing take time of their own.
         seconds = time.monotonic() - self._started_at
         waited = view.waited - self._waited_before
         profiler = self._profiler
         self._profiler = None  # before stopping it: an error must not stop it twice
         profiler.stop()
+
         folder = view.run_dir / "profile"
         folder.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(folder / f"rank_{view.rank}.json"))
@@ -293,9 +301,10 @@ class Profile:
             return
 
         steps = self._finished_steps - self.wait
+        percentage = 100 * waited / max(seconds, 1e-9)
         text = (
             f"{steps} steps up to step {view.step} took {seconds:.3f} s, of which {waited:.3f} s "
-            f"({100 * waited / max(seconds, 1e-9):.0f}%) waiting for batches\n{self._operator_table(profiler)}\n"
+            f"({percentage:.0f}%) waiting for batches\n{self._operator_table(profiler)}\n"
         )
         (folder / "summary.txt").write_text(text)
         print(text, flush=True)

@@ -27,11 +27,12 @@ def wrap_metric(metric: Any, setting: str) -> "WrappedMetric":
     """
     missing = [method for method in METRIC_METHODS if not callable(getattr(metric, method, None))]
     if missing:
+        methods = " and no method ".join(missing)
         raise UserError(
-            f"{setting}: a {type(metric).__name__} has no method {' and no method '.join(missing)}; a metric has "
+            f"{setting}: a {type(metric).__name__} has no method {methods}; a metric has "
             "update(...), compute() and reset()"
         )
-    if isinstance(metric, nn.Module) and any(map(_declares_states, metric.modules())):
+    if isinstance(metric, nn.Module) and any(_declares_states(module) for module in metric.modules()):
         return TorchMetric(metric, setting)
     return WrappedMetric(metric, setting)
 
@@ -78,7 +79,9 @@ class WrappedMetric:
         if not states:
             return copy.deepcopy(self.metric.compute())  # it may share memory with the state, which is reset
         # The bytes are from this program's own ranks, which run the same code. map_location: for any source device.
-        metrics = [torch.load(io.BytesIO(state), map_location="cpu", weights_only=False) for state in states]
+        metrics = []
+        for state in states:
+            metrics.append(torch.load(io.BytesIO(state), map_location="cpu", weights_only=False))
         merged = metrics[0]
         for metric in metrics[1:]:
             merged.merge(metric)
@@ -124,7 +127,7 @@ class TorchMetric(WrappedMetric):
 
     def compute(self, states: list[TorchStates]) -> Any:
         """Compute on the host: joined lists of all samples may be too large for the device. The state is unchanged."""
-        before = self.copy_state()
+        state_before = self.copy_state()
         device = self._parts()[0].device
         try:
             self.metric.to("cpu")
@@ -134,7 +137,7 @@ class TorchMetric(WrappedMetric):
                     _merge_into(part, states_by_rank)
             return self.metric.compute()
         finally:
-            self.restore(before)
+            self.restore(state_before)
             self.metric.to(device)
 
 
@@ -144,16 +147,21 @@ def _declares_states(module: nn.Module) -> bool:
 
 def _copied(value: Any) -> Any:
     """Return a copy of a state: a tensor, or a list of tensors, which are never changed in place."""
-    return value.detach().clone() if isinstance(value, Tensor) else list(value)
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return list(value)
 
 
 def _merge_into(part: Any, states_by_rank: TorchStates) -> None:
     """Set a metric's states to the merged states of all ranks, ignoring ranks without an update."""
+    # Without any update, the first rank's: all ranks have the same initial states.
     updated = [values for values, update_count in states_by_rank if update_count]
     if not updated:
         updated = [states_by_rank[0][0]]
+
     for name, reduce in part._reductions.items():
-        setattr(part, name, _merged([values[name] for values in updated], reduce))
+        values_by_rank = [values[name] for values in updated]
+        setattr(part, name, _merged(values_by_rank, reduce))
     part._update_count = sum(update_count for _, update_count in states_by_rank)
 
 
@@ -166,6 +174,8 @@ def _merged(values: list[Any], reduce: Any) -> Any:
     """
     if len(values) == 1:
         return values[0]
+
+    # The states of all ranks together, which the reduction takes.
     whole: Any
     if isinstance(values[0], list):
         whole = [element for part in values for element in part]

@@ -24,7 +24,9 @@ MOST_VALUES = 100  # longest vector whose values are logged individually
 
 def logged_name(name: str, metric: str) -> str:
     """Return a metric's logged name: `NAME/loss` for the validation set NAME, `loss` for the data's own split, ""."""
-    return f"{name}/{metric}" if name else metric
+    if not name:
+        return metric
+    return f"{name}/{metric}"
 
 
 def no_such_metric(setting: str, direction: str, metric: str, names: Iterable[str]) -> UserError:
@@ -37,8 +39,9 @@ def no_such_metric(setting: str, direction: str, metric: str, names: Iterable[st
         names: of the metrics that the task has.
     """
     names = sorted(names)
+    suggestion = suggest(metric, names)
     return UserError(
-        f"{setting}={direction} {metric}: there is no such metric; there are {', '.join(names)}{suggest(metric, names)}"
+        f"{setting}={direction} {metric}: there is no such metric; there are {', '.join(names)}{suggestion}"
     )
 
 
@@ -80,12 +83,15 @@ class StatefulMetrics:
         """
         arguments_by_key: dict[str, Any] = {}  # a function is called once, also for several metrics
         for name, wrapper in self._wrappers.items():
+            # What the task returns for this metric.
             key = name if name in task_metrics else EVERY
             if key not in task_metrics:  # of some batches only
                 continue
             if key not in arguments_by_key:
                 arguments = task_metrics[key]
-                arguments_by_key[key] = arguments() if callable(arguments) else arguments
+                if callable(arguments):
+                    arguments = arguments()
+                arguments_by_key[key] = arguments
             arguments = arguments_by_key[key]
             if not isinstance(arguments, (Mapping, tuple, list)):
                 raise UserError(
@@ -93,6 +99,7 @@ class StatefulMetrics:
                     "tuple of the arguments of the metric's `update` is expected; if the task has its own metric with "
                     "this name, choose another one here"
                 )
+
             kind = type(wrapper.metric).__name__
             with note_on_error(f"metrics.{name}: update of a {kind} with what the task returns for it"):
                 if isinstance(arguments, Mapping):
@@ -163,10 +170,15 @@ def as_scalars(results: Mapping[str, Any]) -> dict[str, float]:
             value = value.tolist()
         if isinstance(value, (bool, int, float)):
             scalars[name] = float(value)
-        elif isinstance(value, Mapping):
-            scalars |= as_scalars({f"{name}/{key}": part for key, part in value.items()})
+            continue
+
+        # The parts of several values, which may have parts themselves.
+        parts: dict[str, Any] = {}
+        if isinstance(value, Mapping):
+            parts = {f"{name}/{key}": part for key, part in value.items()}
         elif isinstance(value, (tuple, list)) and len(value) == 1:
-            scalars |= as_scalars({name: value[0]})
+            parts = {name: value[0]}
         elif isinstance(value, (tuple, list)) and len(value) <= MOST_VALUES:
-            scalars |= as_scalars({f"{name}/{index}": part for index, part in enumerate(value)})
+            parts = {f"{name}/{index}": part for index, part in enumerate(value)}
+        scalars |= as_scalars(parts)
     return scalars

@@ -37,8 +37,14 @@ def dim_of_classes(output: Tensor, targets: Any, expected: int | None = None) ->
     """
     if not output.is_floating_point() or output.ndim < 2:
         return None
-    if not isinstance(targets, Tensor) or targets.is_floating_point():  # no class numbers
-        return None if expected is None or output.shape[expected] == 1 else expected
+
+    # Without class numbers, only the expected dimension tells.
+    if not isinstance(targets, Tensor) or targets.is_floating_point():
+        if expected is None or output.shape[expected] == 1:
+            return None
+        return expected
+
+    # With them, the classes are the dimension that the targets lack.
     if output.ndim != targets.ndim + 1:
         return None
     fits_last = output.shape[:-1] == targets.shape and output.shape[-1] > 1
@@ -53,7 +59,9 @@ def dim_of_classes(output: Tensor, targets: Any, expected: int | None = None) ->
         return expected or -1
     if fits_last:
         return -1
-    return 1 if fits_second else None
+    if fits_second:
+        return 1
+    return None
 
 
 class FirstPredictions:
@@ -83,6 +91,8 @@ class FirstPredictions:
         remaining = self.samples - len(self.rows)
         if remaining <= 0:
             return
+
+        # On the host, a column per kind of value: of logits, the likeliest class and its probability.
         outputs = at_least_fp32(outputs[:remaining]).cpu()
         targets = targets[:remaining].cpu()
         columns = {"target": targets, "prediction": outputs}
@@ -91,6 +101,8 @@ class FirstPredictions:
             probability, prediction = torch.softmax(outputs, dim).max(dim)
             columns["prediction"] = prediction
             columns["probability"] = probability
+
+        # A row per sample.
         values_by_column = [column.tolist() for column in columns.values()]
         for values in zip(*values_by_column, strict=True):
             self.rows.append(dict(zip(columns, values, strict=True)))
@@ -122,9 +134,12 @@ class SamplePredictions:
     def _write(self, view: View, name: str, data: Any, predictions: list[dict[str, Any]]) -> None:
         rows = []
         for number, prediction in enumerate(predictions):
-            rows.append({"sample": number, **prediction, **_readable_values(prediction, data)})
+            readable = _readable_values(prediction, data)
+            rows.append({"sample": number, **prediction, **readable})
+
         with atomic_write(view.new_file("predictions", name, ".jsonl")) as file:
-            file.writelines(strict_json(row) + "\n" for row in rows)
+            for row in rows:
+                file.write(strict_json(row) + "\n")
         view.tracker.text(logged_name(name, "predictions"), markdown_table(rows), view.step)
 
 
@@ -140,26 +155,40 @@ def _readable_values(row: dict[str, Any], data: Any) -> dict[str, str]:
         if is_class:
             readable[f"{key}_name"] = names[value]
         elif is_sequence and callable(decode):
-            tokens = [token for token, target in zip(value, row["target"], strict=True) if target >= 0]  # no padding
+            tokens = []
+            for token, target in zip(value, row["target"], strict=True):
+                is_padding = target < 0
+                if not is_padding:
+                    tokens.append(token)
             readable[f"{key}_text"] = decode(tokens)
     return readable
 
 
 def markdown_table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table with short cells; the first row names the columns."""
-    lines = []
+    cells_by_line = []
     if rows:
-        lines.append(list(rows[0]))
-        lines.append(["---"] * len(rows[0]))
+        columns = list(rows[0])
+        cells_by_line.append(columns)
+        cells_by_line.append(["---"] * len(columns))
     for row in rows:
-        lines.append([_cell(value) for value in row.values()])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        cells_by_line.append([_cell(value) for value in row.values()])
+
+    lines = []
+    for cells in cells_by_line:
+        joined = " | ".join(cells)
+        lines.append(f"| {joined} |")
+    return "\n".join(lines)
 
 
 def _cell(value: Any) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = str(value)
+    if isinstance(value, float):
+        text = f"{value:.4g}"
     text = text.replace("|", "\\|").replace("\n", " ")
-    return text if len(text) <= CELL_WIDTH else f"{text[:CELL_WIDTH]}..."
+    if len(text) > CELL_WIDTH:
+        text = f"{text[:CELL_WIDTH]}..."
+    return text
 
 
 class ConfusionMatrix:
@@ -182,14 +211,19 @@ class ConfusionMatrix:
                 self._write(view, name, data, matrix)
 
     def _write(self, view: View, name: str, data: Any, matrix: Tensor) -> None:
-        labels = [str(label) for label in labels_of(data) or range(len(matrix))]
+        # Without names, classes are numbers.
+        names = labels_of(data) or range(len(matrix))
+        labels = [str(label) for label in names]
+
         with atomic_write(view.new_file("confusion_matrix", name, ".csv")) as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["true class / predicted", *labels])
             for label, counts in zip(labels, matrix.tolist(), strict=True):
                 writer.writerow([label, *counts])
+
         picture = view.new_file("confusion_matrix", name, ".png")
-        draw_matrix(picture, labels, matrix, f"{name} step {view.step}".strip())
+        title = f"{name} step {view.step}".strip()
+        draw_matrix(picture, labels, matrix, title)
         view.tracker.image(logged_name(name, "confusion_matrix"), picture, view.step)
 
 
@@ -204,13 +238,18 @@ def draw_matrix(path: Path, labels: Sequence[str], matrix: Tensor, title: str) -
     """
     from matplotlib.figure import Figure  # late: 0.3 s
 
+    # Of each true class. One without samples has fractions of 0.
     classes = len(labels)
-    fractions = matrix.double() / matrix.sum(1, keepdim=True).clamp(min=1)
+    class_sizes = matrix.sum(1, keepdim=True).clamp(min=1)
+    fractions = matrix.double() / class_sizes
+
     side = 3 + 0.35 * min(classes, MOST_LABELS)  # inches
     figure = Figure(figsize=(side, side), dpi=100, layout="constrained")
     axes = figure.add_subplot()
     axes.imshow(fractions.numpy(), cmap="Blues", vmin=0, vmax=1)
     axes.set(title=title, xlabel="predicted", ylabel="true")
+
+    # Names and counts, where there is room for them. White on a dark field.
     if classes <= MOST_LABELS:
         axes.set_xticks(range(classes), labels, rotation=90)
         axes.set_yticks(range(classes), labels)

@@ -50,7 +50,8 @@ class AskSweep:
         self.direction = direction
         self.metric = metric
         self.patience = patience
-        self.rungs: list[tuple[int, float]] = [tuple(rung) for rung in json_object(run_dir / RUNGS)["rungs"]]  # ahead
+        rungs = json_object(run_dir / RUNGS)["rungs"]
+        self.rungs: list[tuple[int, float]] = [tuple(rung) for rung in rungs]  # that are ahead
 
     def after_evaluation(self, view: "View", metrics: Mapping[str, Any]) -> None:
         """Ask at a rung, on rank 0: the other ranks wait at the end of the callbacks.
@@ -61,6 +62,8 @@ class AskSweep:
             raise UserError("sweep.pruner: a stream's epochs have no known length; set train.max_steps")
         if view.step == 0:  # this evaluation only checks that the objective exists
             return
+
+        # On all ranks, as their rungs are the same; then rank 0 asks.
         rung = self._pass_rungs(view.step, view.length)
         has_ended = view.step >= view.length
         if rung is None or has_ended or not view.is_rank_zero:
@@ -79,7 +82,9 @@ class AskSweep:
         """Remove the rungs up to this step. Return the number of the last one, None if there is none."""
         reached = [number for number, fraction in self.rungs if step >= round(fraction * length)]
         self.rungs = self.rungs[len(reached) :]
-        return reached[-1] if reached else None
+        if not reached:
+            return None
+        return reached[-1]
 
     def _await_answer(self, rung: int, view: "View") -> None:
         """Wait for the sweep's answer. Pause the run unless it passes."""

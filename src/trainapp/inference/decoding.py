@@ -39,10 +39,13 @@ def continue_by_transformers(
     longest = max(map(len, prompts.values()))
     padding_token = min(end_tokens, default=0)
     padding_lengths = [longest - len(prompt) for prompt in prompts.values()]
-    padded = [[padding_token] * (longest - len(prompt)) + prompt for prompt in prompts.values()]
+    padded = []
+    for prompt, padding_length in zip(prompts.values(), padding_lengths, strict=True):
+        padded.append([padding_token] * padding_length + prompt)
     first_positions = torch.tensor(padding_lengths, device=device)[:, None]
     is_token = torch.arange(longest, device=device) >= first_positions
 
+    # The seed, and how a token is drawn.
     if SampleDraws.active is None:
         seed_from(device, settings.seed, min(prompts))
     else:  # tokens are drawn per prompt, whatever its batch
@@ -50,6 +53,7 @@ def continue_by_transformers(
     sampling = {}
     if settings.temperature > 0:
         sampling = {"temperature": settings.temperature, "top_k": settings.top_k or 0, "top_p": settings.top_p}
+
     texts = model.generate(
         torch.tensor(padded, device=device),
         attention_mask=is_token.long(),
@@ -60,7 +64,8 @@ def continue_by_transformers(
         pad_token_id=padding_token,
         use_cache=True,
     )
-    return [_cut_after_end(tokens, end_tokens) for tokens in texts[:, longest:].tolist()]
+    new_tokens = texts[:, longest:].tolist()
+    return [_cut_after_end(tokens, end_tokens) for tokens in new_tokens]
 
 
 def _cut_after_end(tokens: list[int], end_tokens: frozenset[int]) -> list[int]:
@@ -93,8 +98,10 @@ def continue_by_position(
     """
     texts = [list(prompt) for prompt in prompts.values()]
     prompt_lengths = [len(text) for text in texts]
-    generators = [torch.Generator().manual_seed(hash((settings.seed, number)) % 2**63) for number in prompts]
-    decoder = build_decoder(model, max(prompt_lengths) + settings.max_new_tokens, output)
+    generators = [_generator_of_prompt(settings.seed, number) for number in prompts]
+    longest = max(prompt_lengths) + settings.max_new_tokens
+    decoder = build_decoder(model, longest, output)
+
     # Each call of the decoder reads the tokens [start, end) of all texts, which have been sampled or are the prompt's.
     unfinished = set(range(len(texts)))
     start = 0
@@ -102,6 +109,7 @@ def continue_by_position(
     while unfinished:
         tokens = [_tokens_to_read(text, start, end) for text in texts]
         logits = decoder(torch.tensor(tokens, device=device)).float().cpu()  # waits: the sampled tokens are read next
+
         # Of a longer prompt, the next token is read instead.
         rows_to_sample = [row for row in unfinished if len(texts[row]) == end]
         for row in rows_to_sample:
@@ -110,14 +118,21 @@ def continue_by_position(
             new_tokens = len(texts[row]) - prompt_lengths[row]
             if token in end_tokens or new_tokens == settings.max_new_tokens:
                 unfinished.remove(row)
+
         start = end
         end += 1
     return [text[length:] for text, length in zip(texts, prompt_lengths, strict=True)]
 
 
+def _generator_of_prompt(seed: int, number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(hash((seed, number)) % 2**63)
+
+
 def _tokens_to_read(text: list[int], start: int, end: int) -> list[int]:
     """Return the tokens [start, end) of a text. A finished one is continued by zeros until all are finished."""
-    return text[start:end] if len(text) >= end else [0] * (end - start)
+    if len(text) < end:
+        return [0] * (end - start)
+    return text[start:end]
 
 
 def build_decoder(model: Any, length: int, output: Output = None) -> Decoder:
@@ -179,9 +194,16 @@ def sample_token(logits: Tensor, generator: torch.Generator, settings: Generate)
         raise TrainingStopped("mode=generate: the model's logits are nan; choose an earlier checkpoint")
     if settings.temperature == 0:
         return int(logits.argmax())
+
+    # Top-k: the first ones of the tokens in order of their probability.
     ordered, tokens = logits.double().sort(descending=True, stable=True)
-    probabilities = torch.softmax((ordered / settings.temperature)[: settings.top_k], -1)
+    scaled = ordered / settings.temperature
+    probabilities = torch.softmax(scaled[: settings.top_k], -1)
+
+    # Top-p: those for which likelier ones do not add up to p. The likeliest always stays: it has none before it.
     if settings.top_p < 1:
-        before = probabilities.cumsum(-1) - probabilities  # of likelier tokens: 0 for the likeliest, which always stays
-        probabilities = probabilities.where(before < settings.top_p, 0.0)
-    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
+        probability_before = probabilities.cumsum(-1) - probabilities
+        probabilities = probabilities.where(probability_before < settings.top_p, 0.0)
+
+    position = torch.multinomial(probabilities, 1, generator=generator)
+    return int(tokens[position])

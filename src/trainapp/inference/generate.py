@@ -26,16 +26,20 @@ def generate(session: Session) -> None:
 
     Raises UserError for prompts that cannot be continued, and for models that do not predict next tokens.
     """
+    # What is continued, until which tokens.
     model: Any = session.strategy.model
     settings = session.config.generate
     data = session.batches.dataset
     end_tokens = tokens_that_end_text(settings, data, model)
     prompts = [encode_prompt(data, prompt, number) for number, prompt in enumerate(settings.prompts)]
     _require_room(prompts, settings.max_new_tokens, context_length(model))
+
+    # By which of the two ways.
     if is_of_transformers(model) and model.can_generate():
         continue_prompts = continue_by_transformers
     else:
-        continue_prompts = functools.partial(continue_by_position, output=getattr(session.task, "output", None))
+        output = getattr(session.task, "output", None)
+        continue_prompts = functools.partial(continue_by_position, output=output)
 
     def fetch_batches(written: int) -> Iterator[MicroBatch]:
         for start, end in ranges(written, len(prompts), session.sizes.evaluation.size):
@@ -66,7 +70,9 @@ def tokens_that_end_text(settings: Generate, data: Any, model: nn.Module) -> fro
             tokens = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if tokens is None:
         return frozenset()
-    return frozenset(tokens if isinstance(tokens, (list, tuple)) else [tokens])
+    if not isinstance(tokens, (list, tuple)):
+        tokens = [tokens]
+    return frozenset(tokens)
 
 
 def encode_prompt(data: Any, prompt: str | Sequence[int], number: int) -> list[int]:
@@ -78,9 +84,12 @@ def encode_prompt(data: Any, prompt: str | Sequence[int], number: int) -> list[i
         number: the prompt's index, for messages.
     """
     setting = f"generate.prompts[{number}]={prompt!r}"
-    if isinstance(prompt, str) and not has_text(data):
+    if not isinstance(prompt, str):
+        tokens = list(prompt)
+    elif has_text(data):
+        tokens = list(data.encode(prompt))
+    else:
         raise UserError(f"{setting}: the data has no text (no `encode` and `decode`); give tokens, as in [[1,2,3]]")
-    tokens = list(data.encode(prompt) if isinstance(prompt, str) else prompt)
     if not tokens:
         raise UserError(f"{setting}: has no token to continue")
     vocab_size = getattr(data, "spec", {}).get("vocab_size")
@@ -109,7 +118,9 @@ def _require_room(prompts: Sequence[Sequence[int]], max_new_tokens: int, context
     for number, prompt in enumerate(prompts):
         room = context + 1 - len(prompt)  # the last token is not read
         if room < max_new_tokens:
-            advice = f"use at most {room}, or a shorter prompt" if room > 0 else "use a shorter prompt"
+            advice = "use a shorter prompt"
+            if room > 0:
+                advice = f"use at most {room}, or a shorter prompt"
             raise UserError(
                 f"generate.max_new_tokens={max_new_tokens}: generate.prompts[{number}] has {len(prompt)} tokens, and "
                 f"the model reads {context}; {advice}"
@@ -146,18 +157,27 @@ def _row(data: Any, prompt: Any, tokens: list[int], end_tokens: frozenset[int]) 
     has_ended = bool(tokens) and tokens[-1] in end_tokens
     row: Row = {"prompt": prompt}
     if has_text(data):
-        row["text"] = str(data.decode(tokens[:-1] if has_ended else tokens))
+        shown_tokens = tokens[:-1] if has_ended else tokens
+        row["text"] = str(data.decode(shown_tokens))
     row["tokens"] = tokens
     row["ended"] = "end_of_text" if has_ended else "max_new_tokens"
     return row
 
 
 def _print_rows(path: Path, prompts: int) -> None:
-    """Print the first texts of a file; prompts: their number."""
+    """Print the first texts of a file of rows.
+
+    Args:
+        path: of the file.
+        prompts: the number of all prompts.
+    """
     with open(path) as file:
         for line in itertools.islice(file, MOST_SHOWN):
             row = json.loads(line)
-            text = f"{row['prompt']}{row['text']}" if "text" in row else f"{row['prompt']} {row['tokens']}"
+            if "text" in row:
+                text = f"{row['prompt']}{row['text']}"
+            else:
+                text = f"{row['prompt']} {row['tokens']}"
             print(printable(text), flush=True)
     if prompts > MOST_SHOWN:
         print(f"... {prompts - MOST_SHOWN} more in {path}")
@@ -165,4 +185,8 @@ def _print_rows(path: Path, prompts: int) -> None:
 
 def printable(text: str) -> str:
     """Return the text without control characters, which a terminal would interpret."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    characters = []
+    for character in text:
+        is_harmless = character.isprintable() or character in "\n\t"
+        characters.append(character if is_harmless else "\ufffd")
+    return "".join(characters)

@@ -81,11 +81,14 @@ class Predictor:
         """Return one row per sample. Raises UserError for outputs that cannot be split into samples."""
         output = self._output(model, micro.data)
         targets = part_of(micro.data, "targets")
+
+        # Classes, if it looks like logits of them; otherwise the output itself.
         dim = None
         if isinstance(output, Tensor) and output.ndim and len(output) == micro.samples:
             dim = dim_of_classes(output, targets, self._class_dim)
         if dim is None:
-            return [{"prediction": value} for value in self._split_by_sample(output, micro.samples)]
+            values = self._split_by_sample(output, micro.samples)
+            return [{"prediction": value} for value in values]
         self._class_dim = dim  # a later batch may have as many positions as classes
         return self._classify(output, targets, dim)
 
@@ -96,7 +99,8 @@ class Predictor:
             return predict_batch(model, batch)
         if part_of(batch, "inputs") is None:
             raise self._error(f"it is not known which part of its batches, {form_of(batch)}, the model takes")
-        return part_of_output(call_model(model, batch, self._output_part), self._output_part)
+        returned = call_model(model, batch, self._output_part)
+        return part_of_output(returned, self._output_part)
 
     def _split_by_sample(self, output: Any, samples: int, path: str = "") -> list[Any]:
         """Return one value per sample.
@@ -107,16 +111,19 @@ class Predictor:
             samples: the number of samples.
             path: position in the whole output, for messages.
         """
-        columns = []  # of several outputs, the values of all samples
+        # Several outputs: a column for each, with the values of all samples, then a row per sample.
+        columns = []
         if isinstance(output, Mapping) and output:
             for name, part in output.items():
                 columns.append(self._split_by_sample(part, samples, f"{path}[{name!r}]"))
             names = [str(name) for name in output]
-            return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+            rows = zip(*columns, strict=True)
+            return [dict(zip(names, row, strict=True)) for row in rows]
         if isinstance(output, (list, tuple)) and tensors_in(output):
             for index, part in enumerate(output):
                 columns.append(self._split_by_sample(part, samples, f"{path}[{index}]"))
-            return [list(values) for values in zip(*columns, strict=True)]
+            return [list(row) for row in zip(*columns, strict=True)]
+
         # A single output.
         if isinstance(output, (Tensor, np.ndarray)) and output.ndim and len(output) == samples:
             return output.tolist()
@@ -149,7 +156,8 @@ class Predictor:
 
         has_padding = isinstance(targets, Tensor) and not targets.is_floating_point()  # unlike class probabilities
         if logits.ndim == 3 and has_padding:
-            return [_cut_row(row, length) for row, length in zip(rows, _counted_lengths(targets), strict=True)]
+            lengths = _counted_lengths(targets)
+            return [_cut_row(row, length) for row, length in zip(rows, lengths, strict=True)]
         if logits.ndim == 2:
             for row in rows:
                 if row["prediction"] < len(self.class_names):
@@ -162,8 +170,10 @@ def _form_text(output: Any) -> str:
     shape = getattr(output, "shape", None)
     if shape is not None:
         return f"has shape {list(shape)}"
-    length = f" of {len(output)}" if isinstance(output, (list, tuple)) else ""
-    return f"is a {type(output).__name__}{length}"
+    text = f"is a {type(output).__name__}"
+    if isinstance(output, (list, tuple)):
+        text += f" of {len(output)}"
+    return text
 
 
 def _counted_lengths(targets: Tensor) -> list[int]:

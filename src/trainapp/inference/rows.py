@@ -85,7 +85,8 @@ def write_rows(
             return None
         with session.engine.at(Phase.SAVE):  # collective: no rank may repeat it alone
             count = row_file.publish()
-    log.info("%s of %d %s: %s", name, count, "samples" if mode == "predict" else "prompts", path)
+    subject = "samples" if mode == "predict" else "prompts"
+    log.info("%s of %d %s: %s", name, count, subject, path)
     return path
 
 
@@ -100,9 +101,12 @@ def determinants(config: Config) -> dict[str, Any]:
     """Return everything that determines a model's output, as plain values: checkpoint, data and numerics settings."""
     checkpoint = resolve(config.checkpointing.resume)
     settings = config.to_dict()
+
+    # Where the rows go, and how many are computed at once, does not change them.
     mode_settings = dict(settings[config.mode])
     for name in ("output", "batch_size"):
         mode_settings.pop(name, None)
+
     values = {
         "checkpoint": [str(checkpoint.resolve()), checkpoint.stat().st_mtime_ns],
         "average": config.train.ema is not None,
@@ -145,6 +149,7 @@ class RowFile:
             self._file = open(self.partial, "ab", buffering=0)  # noqa: SIM115  # unbuffered: it survives a kill
         except OSError as error:
             raise UserError(f"{setting}={path}: cannot be written ({error.strerror}); name another file") from None
+
         # Resume after the last whole row: a kill or a full disk may have cut off the one after it.
         content = self.partial.read_bytes()
         end_of_last_row = content.rfind(b"\n") + 1
@@ -181,14 +186,19 @@ class RowFile:
         try:
             with contextlib.ExitStack() as stack:
                 partials = [stack.enter_context(open(path)) for path in self._partials]
-                lines = _interleave(partials) if self._interleaved else itertools.chain(*partials)
+                lines: Iterator[str] = itertools.chain(*partials)
+                if self._interleaved:
+                    lines = _interleave(partials)
                 file = stack.enter_context(atomic_write(self.path, sync=True))
-                file.writelines(f'{{"index": {index}, {line[1:]}' for index, line in enumerate(lines))
+                for index, line in enumerate(lines):  # the index comes first in the line's object
+                    file.write(f'{{"index": {index}, {line[1:]}')
         except OSError as error:
             raise self._write_error(error) from None
 
     def _write_error(self, error: OSError) -> TrainingStopped:
-        shared = "; ranks on several nodes need a file system that all of them share" if len(self._partials) > 1 else ""
+        shared = ""
+        if len(self._partials) > 1:
+            shared = "; ranks on several nodes need a file system that all of them share"
         return TrainingStopped(
             f"{self._setting}={self.path}: cannot be written ({error.filename or error.strerror}: {error.strerror}); "
             f"{self.written} rows are in {self.partial}, and the same command continues there{shared}"
@@ -204,7 +214,8 @@ def _has_other_content(path: Path) -> bool:
     if not path.is_file():
         return path.exists()
     with open(path, "rb") as file:
-        return file.read(len(_BEGINNING)) not in (b"", _BEGINNING)
+        beginning = file.read(len(_BEGINNING))
+    return beginning not in (b"", _BEGINNING)
 
 
 def _partial_paths(path: Path, determinants: Mapping[str, Any], world_size: int) -> list[Path]:

@@ -91,7 +91,8 @@ class AbsentGpu:
 
     def prepare(self, engine: Engine) -> None:
         """Prepare an engine. Raises NotImplementedError for a model whose kernels are known only on a GPU."""
-        if not self.on_cpu and any(isinstance(module, nn.RNNBase) for module in engine.state.model.modules()):
+        is_recurrent = any(isinstance(module, nn.RNNBase) for module in engine.state.model.modules())
+        if is_recurrent and not self.on_cpu:
             raise NotImplementedError("what cuDNN keeps for a recurrent layer is known only on a GPU")
         engine.nonfinite.check = lambda: None  # type: ignore[method-assign]  # reads when a step is logged
 
@@ -101,7 +102,8 @@ class AbsentGpu:
         """
         model = engine.state.model
         breakdown = self._with_libraries(breakdown, config)
-        if any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()):
+        has_convolutions = any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
+        if has_convolutions:
             breakdown = replace(breakdown, notes=(*breakdown.notes, _CONVOLUTIONS))
         is_sharded = config.parallel.strategy == "fsdp" and engine.ranks.world_size > 1
         if is_sharded and not config.parallel.fsdp.meta_init:
@@ -111,7 +113,9 @@ class AbsentGpu:
     def _with_libraries(self, breakdown: Breakdown, config: Config) -> Breakdown:
         """Add cuBLAS's workspaces, which stay from the first matmul on (an excerpt of CublasHandlePool.cpp)."""
         is_hopper_or_blackwell = self.capability[0] in (9, 10, 12)
-        workspace = 32 * MIB if is_hopper_or_blackwell or config.train.deterministic else 8320 * KIB
+        workspace = 8320 * KIB
+        if is_hopper_or_blackwell or config.train.deterministic:
+            workspace = 32 * MIB
         libraries = THREADS * workspace
         return replace(
             breakdown,
@@ -133,20 +137,24 @@ def _process_groups(config: Config) -> int:
 
 def _with_building(breakdown: Breakdown, model: nn.Module) -> Breakdown:
     """Add the phase before sharding, in which each FSDP rank has the whole fp32 model."""
-    whole = sum(p.numel() * max(4, p.dtype.itemsize) for p in model.parameters())  # a DTensor counts all ranks
-    breakdown = replace(breakdown, phases={"building": whole} | breakdown.phases)
-    if whole <= breakdown.total:
+    model_bytes = 0
+    for parameter in model.parameters():  # a DTensor's `numel` is that of all ranks together
+        model_bytes += parameter.numel() * max(4, parameter.dtype.itemsize)
+    breakdown = replace(breakdown, phases={"building": model_bytes} | breakdown.phases)
+    if model_bytes <= breakdown.total:
         return breakdown
+
+    # It is the peak: what the trace tells of another moment does not apply to it.
     note = (
-        f"each rank has the whole model on its device, {bytes_text(whole)}, before it is sharded; "
+        f"each rank has the whole model on its device, {bytes_text(model_bytes)}, before it is sharded; "
         "parallel.fsdp.meta_init=true builds only the shards"
     )
     return replace(
         breakdown,
-        total=whole,
+        total=model_bytes,
         phase="building",
         module="",
-        categories={Category.PARAMETERS.value: whole},
+        categories={Category.PARAMETERS.value: model_bytes},
         events=[],
         notes=(*breakdown.notes, note),
     )
@@ -185,7 +193,7 @@ def _parse_gpu(name: str) -> AbsentGpu:
     version = re.fullmatch(r"(\d+)\.(\d)", capability)
     memory = 0
     with contextlib.suppress(ValueError):
-        memory = parse_memory_size(size, 0)
+        memory = parse_memory_size(size, 0)  # a fraction is one of no memory: refused, too
     if not version or not memory:
         raise UserError(
             f"plan.device={name}: unknown; known devices are {', '.join(DEVICES)}. Name others by memory and "

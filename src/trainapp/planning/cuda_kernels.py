@@ -31,11 +31,12 @@ def patches(capability: tuple[int, int], device_type: str) -> list[Any]:
         capability: of the GPU.
         device_type: "cuda" for fake CUDA tensors, "cpu" for CPU tensors that stand in for them.
     """
-    on_gpu = functools.partial(attention, capability, device_type)
-    replacements: list[Any] = [mock.patch.object(F, "scaled_dot_product_attention", on_gpu)]
+    attention_on_gpu = functools.partial(attention, capability, device_type)
+    replacements: list[Any] = [mock.patch.object(F, "scaled_dot_product_attention", attention_on_gpu)]
     if device_type == "cpu":
         for owner, name in _IN_FP32:
-            replacements.append(mock.patch.object(owner, name, _in_fp32(getattr(owner, name))))
+            function_in_fp32 = _in_fp32(getattr(owner, name))
+            replacements.append(mock.patch.object(owner, name, function_in_fp32))
         replacements.append(mock.patch.object(F, "dropout", _dropout))
     return replacements
 
@@ -67,13 +68,16 @@ def attention(
         return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     # Autocast has the whole function in its list, but not the operations below.
-    q, k, v = query, key, value
+    q = query
+    k = key
+    v = value
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         q, k, v = (tensor.to(dtype) if tensor.dtype in _FLOATS else tensor for tensor in (q, k, v))
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(dtype)
 
+    # Each kernel keeps something else for the backward.
     is_grouped = enable_gqa and q.size(1) != k.size(1)
     kernel = chosen_kernel(capability, q, k, v, attn_mask, is_grouped)
     if kernel == "math":
@@ -82,6 +86,7 @@ def attention(
         )[0]
     if device_type == "cpu":  # the CPU's fused kernel keeps the same, without dropout
         return _ATTENTION(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+
     if scale is None:
         scale = q.size(-1) ** -0.5
     if kernel == "flash":
@@ -103,12 +108,14 @@ def chosen_kernel(
     if q.dim() != 4 or is_empty or q.dtype != k.dtype or q.dtype != v.dtype:
         return "math"
 
+    # Flash takes 16 bits, no mask, and heads of one width.
     has_bf16 = capability >= (8, 0)  # since Ampere; earlier GPUs emulate it
     flash_is_available = torch.backends.cuda.flash_sdp_enabled() and has_bf16 and q.dtype in _HALF
     has_equal_widths = q.size(-1) == k.size(-1) == v.size(-1)
     if flash_is_available and mask is None and has_equal_widths and q.size(-1) <= 256:
         return "flash"
 
+    # The memory-efficient one takes fp32 and masks, too, but only aligned rows.
     if q.dtype == torch.bfloat16 and not has_bf16:
         return "math"
     efficient_is_available = torch.backends.cuda.mem_efficient_sdp_enabled() and q.dtype in _FLOATS
@@ -123,11 +130,13 @@ def chosen_kernel(
 def _efficient_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
 ) -> Tensor:
+    # The kernel takes a mask that is added, of the weights' full shape.
     if mask is not None:
         if mask.dtype == torch.bool:
             zeros = torch.zeros_like(mask, dtype=q.dtype)
             mask = zeros.masked_fill_(mask.logical_not(), -float("inf"))
         mask = mask.expand(q.size(0), q.size(1), q.size(2), k.size(2))
+
     has_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
     outputs = _aten._scaled_dot_product_efficient_attention(
         q, k, v, mask, has_backward, dropout_p, is_causal, scale=scale
@@ -152,12 +161,16 @@ def _in_fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
+    if isinstance(value, Tensor) and value.dtype in _HALF:
+        return value.float()
+    return value
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Compute dropout with a mask of one byte per element."""
-    return torch.native_dropout(input, p, True)[0] if training else input
+    if not training:
+        return input
+    return torch.native_dropout(input, p, True)[0]
 
 
 # --- the autograd engine
@@ -181,6 +194,7 @@ class EngineOnCuda(DispatchMode):
         kwargs = kwargs or {}
         if func is ASKS_DEVICE:
             return args[0].device
+
         # In place if only the engine holds the tensor, as it does itself for tensors with data.
         if func in _IN_PLACE and graph_task() != -1 and _called_by_engine():
             target = args[0]
@@ -189,11 +203,15 @@ class EngineOnCuda(DispatchMode):
             if owners <= _OWNERS and target.shape == second.shape and target.dtype == second.dtype:
                 _IN_PLACE[func](target.detach(), *args[1:], **kwargs)
                 return target
+
         if kwargs.get("pin_memory"):  # needs a driver
             kwargs = {**kwargs, "pin_memory": False}
+
         # The workspace is live while the operation makes its results, and freed after it.
+        workspace = None
         workspace_bytes = _workspace_of_backward(func, args)
-        workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device="cuda:0") if workspace_bytes else None
+        if workspace_bytes:
+            workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device="cuda:0")
         result = func(*args, **kwargs)
         del workspace
         return result
@@ -216,12 +234,15 @@ def _workspace_of_backward(func: Any, args: tuple[Any, ...]) -> int:
     if func is _aten._scaled_dot_product_flash_attention_backward.default:
         batch, heads, queries, width = args[1].shape
         rows = batch * heads * _rounded_up(queries, 128)
-        return 4 * rows * (_rounded_up(width, 32) + 1)
+        numbers_per_row = _rounded_up(width, 32) + 1
+        return 4 * rows * numbers_per_row
     if func is _aten._scaled_dot_product_efficient_attention_backward.default:
         batch, heads, queries, width = args[1].shape
         rows = batch * heads * _rounded_up(queries, 64)
-        delta = 4 * args[0].numel() if args[1].dtype == torch.float32 else 0
-        return 4 * rows * _rounded_up(width, 64) + delta
+        delta_bytes = 0
+        if args[1].dtype == torch.float32:
+            delta_bytes = 4 * args[0].numel()
+        return 4 * rows * _rounded_up(width, 64) + delta_bytes
     return 0
 
 

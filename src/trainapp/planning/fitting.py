@@ -41,7 +41,8 @@ class Planner:
         self.room = int(self.limit / (1 + estimator.spare))
         self.share = largest_share(config, estimator.targets, estimator.world_size)
         self.is_uncut = needs_whole_batch(estimator.targets.task)
-        self.peak: Callable[[int], Breakdown] = functools.cache(functools.partial(estimator.peak, config))
+        estimate_peak = functools.partial(estimator.peak, config)
+        self.peak: Callable[[int], Breakdown] = functools.cache(estimate_peak)
 
     def fits(self, size: int) -> bool:
         """Return whether micro-batches of this size stay within the limit, including the margin."""
@@ -50,7 +51,9 @@ class Planner:
     @functools.cached_property
     def smallest(self) -> int:
         """The fewest samples on which the model can train, at most a rank's share."""
-        return self.share if self.is_uncut else min(self.peak(self.share).smallest, self.share)
+        if self.is_uncut:
+            return self.share
+        return min(self.peak(self.share).smallest, self.share)
 
     @property
     def configured(self) -> int | None:
@@ -79,7 +82,13 @@ class Planner:
             require_uncut(config, world_size, samples_per_step(config, self.estimator.targets))
         size = self.configured or self.largest or self.smallest
         breakdown = self.peak(size)
-        is_sharded = config.parallel.strategy == "fsdp"
+
+        # Without sharding, each rank has a whole replica.
+        replicas = world_size
+        if config.parallel.strategy == "fsdp":
+            replicas = config.parallel.fsdp.replicas
+        ranks = {"world": world_size, "strategy": config.parallel.strategy, "replicas": replicas}
+
         plan = MemoryPlan(
             self.estimator.method,
             self.estimator.margin,
@@ -89,11 +98,7 @@ class Planner:
             module=breakdown.module,
             phases=breakdown.phases,
             categories=breakdown.categories,
-            ranks={
-                "world": world_size,
-                "strategy": config.parallel.strategy,
-                "replicas": config.parallel.fsdp.replicas if is_sharded else world_size,
-            },
+            ranks=ranks,
             micro_size=size,
             largest_micro_size=self.largest,
             limit_bytes=self.limit,
@@ -114,11 +119,12 @@ def largest_size(peak: Callable[[int], int], room: int, top: int, smallest: int)
     """
     if top < 1 or peak(top) <= room:
         return top
+
     # As in a run, but from below: the smallest size first, and `top` is known to fail.
     search = SizeSearch(smallest, clean_steps=1, smallest=smallest, smallest_failing=top, search_has_ended=False)
     while smallest < top:
         try:
-            needed = peak(search.size)
+            peak_bytes = peak(search.size)
         except (UserError, MemoryError, MemoryLimitExceeded):
             raise
         except Exception:
@@ -126,9 +132,9 @@ def largest_size(peak: Callable[[int], int], room: int, top: int, smallest: int)
                 raise
             search.size = search.smallest = 2  # some models do not accept single samples
             continue
-        if needed <= room:
-            has_ended = search.fitted(search.size, PeakSample(needed, room)) is None
-            if has_ended:
+        if peak_bytes <= room:
+            next_size = search.fitted(search.size, PeakSample(peak_bytes, room))
+            if next_size is None:  # no larger one can fit
                 return search.size
         else:
             can_fit = search.record_failure(search.size)
@@ -144,12 +150,15 @@ def with_cheapest_modes(config: Config, estimator: Estimator) -> Config:
     settings = config.activation_checkpointing
     if not has_open_modes(config):
         return config
-    planner = Planner(config, estimator)  # without checkpointing until modes are chosen
+
+    # The peak with each mode, at one size. Until modes are chosen, a configuration is one without checkpointing.
+    planner = Planner(config, estimator)
     size = planner.configured or planner.smallest
     peaks: dict[Mode, int] = {"none": planner.peak(size).total}
     for mode in MODES:
         if mode not in peaks:
             with_mode = replace(config, activation_checkpointing=replace(settings, mode=mode))
             peaks[mode] = Planner(with_mode, estimator).peak(size).total
+
     modes = choose_modes(peaks, planner.room, planner.peak(size).blocks)
     return replace(config, activation_checkpointing=replace(settings, modes=modes))

@@ -72,6 +72,7 @@ class MeasuredEstimator:
         if size in by_size:
             return by_size[size]
 
+        # Larger sizes run only if that is cheap. One that fails nevertheless is as expensive as the line tells.
         estimate = _on_the_line(size, by_size)
         has_line = len(by_size) > 1
         if has_line and not self._is_cheap(estimate):
@@ -88,8 +89,9 @@ class MeasuredEstimator:
 
     def _is_cheap(self, estimate: Breakdown) -> bool:
         """Return whether steps that need as much as this may run."""
-        has_room = self.device.type != "cpu" or estimate.total <= MEMORY_SHARE * available_bytes()
-        return has_room and estimate.seconds <= LONGEST
+        if self.device.type == "cpu" and estimate.total > MEMORY_SHARE * available_bytes():
+            return False
+        return estimate.seconds <= LONGEST
 
     def _run(self, config: Config, size: int, accumulates: bool) -> Breakdown:
         """Run STEPS steps of a size.
@@ -102,6 +104,7 @@ class MeasuredEstimator:
         # The host keeps most of its memory, whether or not storages can be counted.
         most = int(MEMORY_SHARE * available_bytes())
         guard = Memory(guard=True, guard_reserve=max(0, available_bytes() - most))
+
         micro_batches = 2 if accumulates else 1
         with guarded(guard, total_bytes()), self._open_work(config, size, micro_batches, most) as work:
             started = time.monotonic()
@@ -109,7 +112,8 @@ class MeasuredEstimator:
                 breakdown = work.peak(work.memory, steps=STEPS)
             else:
                 breakdown = _peak_by_counters(work)
-            return dataclasses.replace(breakdown, seconds=(time.monotonic() - started) / STEPS)
+            step_seconds = (time.monotonic() - started) / STEPS
+            return dataclasses.replace(breakdown, seconds=step_seconds)
 
     def seconds(self, config: Config, size: int) -> float:
         """Return the seconds of a whole step of the configuration with micro-batches of `size`: the median of TIMED
@@ -118,7 +122,8 @@ class MeasuredEstimator:
         Runs at most MOST_MICRO_BATCHES of the step, and extrapolates.
         """
         share = largest_share(config, self.targets, self.world_size)
-        micro_batches = min(MOST_MICRO_BATCHES, max(1, round(share / size)))
+        micro_batches = max(1, round(share / size))
+        micro_batches = min(micro_batches, MOST_MICRO_BATCHES)
         with self._open_work(config, size, micro_batches) as work:
             step_seconds = []
             for _ in range(1 + TIMED):
@@ -127,7 +132,10 @@ class MeasuredEstimator:
                 work.train_step()
                 work.memory.synchronize()
                 step_seconds.append(time.monotonic() - started)
-        return statistics.median(step_seconds[1:]) * share / (micro_batches * size)
+
+        # Without the first step, which also warms up; extrapolated to all samples of the step.
+        timed_samples = micro_batches * size
+        return statistics.median(step_seconds[1:]) * share / timed_samples
 
     @contextlib.contextmanager
     def _open_work(self, config: Config, size: int, micro_batches: int, most: int | None = None) -> Iterator[Work]:
@@ -139,13 +147,15 @@ class MeasuredEstimator:
             micro_batches: per step.
             most: limit in bytes; if given, CPU storages are counted.
         """
-        planned = planned_config(config, size, micro_batches * size * self.world_size)
+        samples = micro_batches * size * self.world_size
+        planned = planned_config(config, size, samples)
         with simulated(0, self.world_size, self.device) as ranks:
             resources = open_resources(planned, ranks, self.targets)
             if most is not None and resources.device.type == "cpu":
                 resources.memory = Recorder(resources.device, most)
             with contextlib.closing(resources):
-                yield Work(planned, assemble(planned, resources, ranks), resources, size)
+                engine = assemble(planned, resources, ranks)
+                yield Work(planned, engine, resources, size)
 
 
 def _peak_by_counters(work: Work) -> Breakdown:
@@ -160,7 +170,8 @@ def _peak_by_counters(work: Work) -> Breakdown:
     categories = {"allocated": allocated}
     if total > allocated:
         categories["cache"] = total - allocated
-    return work.with_model_facts(Breakdown(total, "training", phases={"training": total}, categories=categories))
+    breakdown = Breakdown(total, "training", phases={"training": total}, categories=categories)
+    return work.with_model_facts(breakdown)
 
 
 def _on_the_line(size: int, by_size: dict[int, Breakdown]) -> Breakdown:
@@ -172,6 +183,7 @@ def _on_the_line(size: int, by_size: dict[int, Breakdown]) -> Breakdown:
         return Breakdown()
     if len(sizes) == 1:
         return by_size[sizes[0]]
+
     # The first measured size above and the one below it; outside of all, the two nearest.
     above = min(max(1, bisect.bisect_right(sizes, size)), len(sizes) - 1)
     small = sizes[above - 1]
@@ -180,8 +192,10 @@ def _on_the_line(size: int, by_size: dict[int, Breakdown]) -> Breakdown:
     at_large = by_size[large]
 
     def bytes_at_size(small_bytes: int, large_bytes: int) -> int:
-        return max(0, large_bytes + round((size - large) * (large_bytes - small_bytes) / (large - small)))
+        growth = (size - large) * (large_bytes - small_bytes) / (large - small)
+        return max(0, large_bytes + round(growth))
 
+    # Each phase has a line of its own. Their highest point is the peak.
     phases = {}
     for name, large_bytes in at_large.phases.items():
         phases[name] = bytes_at_size(at_small.phases.get(name, large_bytes), large_bytes)

@@ -29,6 +29,7 @@ def plan_and_draw(config: Config, picture: Path | None, only_modes: bool, method
         only_modes: see `plan`.
         method: see `plan`.
     """
+    # Of this machine's device, unless another one is named.
     if config.plan.device is None:
         device = choose_device(config.train.device)
         if method != "measured" and device.type == "cuda":
@@ -37,12 +38,14 @@ def plan_and_draw(config: Config, picture: Path | None, only_modes: bool, method
             return call_in_subprocess(function, config, picture, only_modes, method, sees_devices=False)
         if method == "traced" and device.type == "mps":
             raise NotImplementedError("no trace knows what MPS allocates")
+
     with guarded(config.memory, total_bytes()):  # the user's code may allocate real memory
         facts, breakdown = plan(config, method, only_modes)
     if picture is not None and breakdown.events:
         phase = breakdown.phase.replace("_", " ")
         title = f"planned memory, micro-batch {facts['micro_size']}: {phase} binds"
-        draw(Picture(breakdown.events, breakdown.numbered, facts["limit_bytes"], title, picture))
+        plot = Picture(breakdown.events, breakdown.numbered, facts["limit_bytes"], title, picture)
+        draw(plot)
     return facts
 
 
@@ -61,10 +64,14 @@ def plan(config: Config, method: str = "traced", only_modes: bool = False) -> tu
     estimator = estimator_of(config, method)
     if config.plan.device is not None:
         config = absent_gpu.with_data_on_cpu(config)
-    planner = Planner(with_cheapest_modes(config, estimator), estimator)
+
+    # The blocks' modes come first: the peaks of all else depend on them.
+    config = with_cheapest_modes(config, estimator)
+    planner = Planner(config, estimator)
     if only_modes:
-        modes = planner.config.activation_checkpointing.modes
+        modes = config.activation_checkpointing.modes
         return asdict(MemoryPlan(estimator.method, modes=modes)), Breakdown()
+
     memory_plan, breakdown = planner.plan()
     if config.plan.techniques:
         memory_plan.techniques, memory_plan.best = rank_techniques(planner, memory_plan)
@@ -80,8 +87,12 @@ def estimator_of(config: Config, method: str) -> Estimator:
         gpu = absent_gpu.find(config)
         config = absent_gpu.with_data_on_cpu(config)
     targets = resolve_targets(config)
+
     if method == "measured":
-        return MeasuredEstimator(targets, world_size, choose_device(config.train.device), gpu)
+        device = choose_device(config.train.device)
+        return MeasuredEstimator(targets, world_size, device, gpu)
+
+    # A trace on tensors that claim to be on CUDA, where this platform can fake them.
     if gpu is not None:
         if method == "traced as on the CPU":
             gpu = replace(gpu, on_cpu=True, margin=0.3)

@@ -61,13 +61,17 @@ def give_autograd_a_device() -> None:
     guard_methods = _methods("c10/core/impl/DeviceGuardImplInterface.h")
     hooks_methods = _methods("ATen/detail/AcceleratorHooksInterface.h")
 
+    # A build for CUDA has a guard of its own; a CPU-only one gets the copy.
     torch._C._ensureCUDADeviceGuardSet()
-    if not registry[1]:  # a CPU-only build
-        guard = (ctypes.c_void_p * 1).from_buffer_copy(ctypes.string_at(registry[0] or 0, _POINTER))
+    if not registry[1]:
+        vtable_address = ctypes.string_at(registry[0] or 0, _POINTER)  # all that the CPU's guard consists of
+        guard = (ctypes.c_void_p * 1).from_buffer_copy(vtable_address)
         _kept_alive.append(guard)
         registry[1] = ctypes.addressof(guard)
         _replace(registry[1], guard_methods, {"type": one, "exchangeDevice": one, "getDevice": one})
         _replace(hooks, hooks_methods, {"isBuilt": one})
+
+    # Answers that would need a driver.
     _replace(registry[1], guard_methods, {"getStream": stream, "exchangeStream": stream})
     _replace(hooks, hooks_methods, {"hasPrimaryContext": zero})
 
@@ -76,7 +80,9 @@ def _methods(header: str) -> list[str]:
     """Return the virtual methods of a C++ class in vtable order; a destructor has two entries."""
     text = (Path(torch.__file__).parent / "include" / header).read_text()
     methods = re.findall(r"^\s*virtual [^;{(]*?([~\w]+)\(", text, re.M)
-    return [methods[0], *methods] if methods[0].startswith("~") else methods
+    if methods[0].startswith("~"):
+        methods.insert(0, methods[0])
+    return methods
 
 
 def _replace(instance: int | None, methods: list[str], codes: dict[str, str]) -> None:

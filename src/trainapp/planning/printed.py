@@ -24,7 +24,9 @@ def print_plan(config: Config) -> float | None:
         file.write(strict_json(facts, indent=1) + "\n")
     print(plan_text(facts, config), flush=True)
     peak = facts.get("peak_bytes")
-    return None if peak is None else float(peak)
+    if peak is None:
+        return None
+    return float(peak)
 
 
 def plan_text(facts: Facts, config: Config) -> str:
@@ -33,11 +35,15 @@ def plan_text(facts: Facts, config: Config) -> str:
         return "\n".join(["no estimate:", *facts["notes"]])
     limit = bytes_text(facts["limit_bytes"])
     largest = facts["largest_micro_size"]
+
+    # What it needs, and what fits.
     lines = _peak_lines(facts)
     if largest:
         lines.append(f"largest that fits {limit}: micro-batch {largest}")
     else:
         lines.append(f"no micro-batch fits {limit}")
+
+    # What to change.
     if facts["best"] is not None:
         lines += _technique_lines(facts)
         lines += _best_lines(facts)
@@ -53,9 +59,10 @@ def summary(facts: Facts) -> str:
 
 def _peak_lines(facts: Facts) -> list[str]:
     limit = bytes_text(facts["limit_bytes"])
-    phase = facts["phase"].replace("_", " ")
-    module = f" ({facts['module']})" if facts["module"] else ""
-    lines = [f"micro-batch {facts['micro_size']}: peak {summary(facts)} of {limit}, in {phase}{module}"]
+    where = facts["phase"].replace("_", " ")
+    if facts["module"]:
+        where += f" ({facts['module']})"
+    lines = [f"micro-batch {facts['micro_size']}: peak {summary(facts)} of {limit}, in {where}"]
     if facts["ranks"]["world"] > 1:
         lines.append(_ranks_line(facts["ranks"]))
     if facts["modes"]:
@@ -63,9 +70,12 @@ def _peak_lines(facts: Facts) -> list[str]:
     lines += facts["notes"]
     if facts["step_seconds"] is not None:
         lines.append(f"measured: {bytes_text(facts['measured_bytes'])}, {facts['step_seconds']:.3g} s per step")
-    lines += ["peak by phase", *_bars(facts["phases"])]
+
+    lines.append("peak by phase")
+    lines.extend(_bars(facts["phases"]))
     if facts["categories"]:
-        lines += ["at the peak", *_bars(facts["categories"])]
+        lines.append("at the peak")
+        lines.extend(_bars(facts["categories"]))
     return lines
 
 
@@ -78,21 +88,27 @@ def _ranks_line(ranks: Facts) -> str:
 
 def _bars(sizes: dict[str, int]) -> list[str]:
     """Return a line per name, with its bytes and a bar."""
-    name_width = max((len(name) for name in sizes), default=0)
-    most = max(sizes.values(), default=1)
+    name_width = max(map(len, sizes), default=0)
+    largest_size = max(sizes.values(), default=1)
     lines = []
     for name, size in sizes.items():
         label = name.replace("_", " ")
-        bar = "#" * round(BAR * size / most)
-        lines.append(f"  {label:<{name_width}} {bytes_text(size):>11}  {bar}".rstrip())
+        bar = "#" * round(BAR * size / largest_size)
+        line = f"  {label:<{name_width}} {bytes_text(size):>11}  {bar}"
+        lines.append(line.rstrip())
     return lines
 
 
 def _technique_lines(facts: Facts) -> list[str]:
     """Return a table at most WIDTH characters wide, with a heading before each result but the same."""
+    # The heading: two columns more where techniques have been measured.
     is_measured = any("measured_bytes" in entry for entry in facts["techniques"])
-    measured_columns = f"  {'measured':>10}  {'time':>7}" if is_measured else ""
-    lines = [f"{'peak':>10}{measured_columns}  {'largest':>7}  with micro-batch {facts['micro_size']} and"]
+    columns = f"{'peak':>10}"
+    if is_measured:
+        columns += f"  {'measured':>10}  {'time':>7}"
+    lines = [f"{columns}  {'largest':>7}  with micro-batch {facts['micro_size']} and"]
+
+    # They come sorted by their result.
     result = "same"
     for entry in facts["techniques"]:
         if entry["result"] != result:
@@ -101,8 +117,9 @@ def _technique_lines(facts: Facts) -> list[str]:
         columns = f"{bytes_text(entry['peak_bytes']):>10}"
         if is_measured:
             columns += _measured_columns(entry, facts)
-        largest = "-" if entry["largest_micro_size"] is None else str(entry["largest_micro_size"])
-        columns += f"  {largest:>7}  "
+        largest = entry["largest_micro_size"]
+        largest_text = "-" if largest is None else str(largest)
+        columns += f"  {largest_text:>7}  "
         lines += textwrap.wrap(
             entry["overrides"],
             WIDTH,
@@ -118,8 +135,10 @@ def _measured_columns(entry: Facts, facts: Facts) -> str:
     """Return the measured peak, and the time relative to the plan's."""
     if entry.get("step_seconds") is None or not facts["step_seconds"]:
         return f"  {'-':>10}  {'-':>7}"
-    time = f"x {entry['step_seconds'] / facts['step_seconds']:.2f}"
-    return f"  {bytes_text(entry['measured_bytes']):>10}  {time:>7}"
+    peak = bytes_text(entry["measured_bytes"])
+    ratio = entry["step_seconds"] / facts["step_seconds"]
+    time = f"x {ratio:.2f}"
+    return f"  {peak:>10}  {time:>7}"
 
 
 def _best_lines(facts: Facts) -> list[str]:

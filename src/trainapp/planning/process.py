@@ -79,7 +79,9 @@ def plan_in_subprocess(config: Config, picture: Path | None = None, only_modes: 
         picture: also draw the step to this PNG.
         only_modes: only choose the blocks' modes, within PATIENCE.
     """
-    deadline = time.monotonic() + PATIENCE if only_modes else None
+    deadline = None
+    if only_modes:
+        deadline = time.monotonic() + PATIENCE
 
     # The first method that succeeds.
     facts: Facts | None = None
@@ -98,6 +100,7 @@ def plan_in_subprocess(config: Config, picture: Path | None = None, only_modes: 
     if reasons:
         facts["notes"] = [f"not traced: {reasons[0]}", *facts["notes"]]
 
+    # Real steps, which this machine's device makes.
     if config.plan.measure and facts["micro_size"]:
         on_this_machine = replace(config, plan=replace(config.plan, device=None))
         try:
@@ -116,7 +119,9 @@ def _call_planner(function: str, config: Config, *arguments: Any, deadline: floa
         arguments: the function's.
         deadline: in time.monotonic(); None waits.
     """
-    patience = None if deadline is None else max(0.0, deadline - time.monotonic())
+    patience = None
+    if deadline is not None:
+        patience = max(0.0, deadline - time.monotonic())
     sees_devices = config.plan.device is None
     facts: Facts = call_in_subprocess(function, config, *arguments, patience=patience, sees_devices=sees_devices)
     return facts
@@ -157,6 +162,7 @@ def _planned_modes(config: Config, world_size: int) -> "list[Mode] | None":
     config = replace(config, plan=schema.PlanSettings(techniques=False, world=world_size))
     if device.type == "cuda":
         config = with_device_spec(config, device)
+
     facts = plan_in_subprocess(config, only_modes=True)
     if facts["method"] is None:
         reasons = "; ".join(facts["notes"])
@@ -204,12 +210,16 @@ def call_in_subprocess(function: str, *arguments: Any, patience: float | None = 
             raise NoAnswer(f"the planner's process took longer than {patience:.0f} s") from None
         except OSError as problem:  # out of memory, or of processes
             raise NoAnswer(f"the planner's process cannot start: {problem}") from None
+
+        # Without an answer, the last line of its errors says why: mostly the message of an exception.
         answer.seek(0)
         content = answer.read()
         if completed.returncode or not content:
             errors.seek(0)
-            last_line = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+            error_text = errors.read().decode(errors="replace").strip()
+            last_line = error_text.rpartition("\n")[2]
             raise NoAnswer(_death(completed.returncode, last_line))
+
     outcome = pickle.loads(content)
     if isinstance(outcome, Exception):
         raise outcome
@@ -226,17 +236,24 @@ def _environment(sees_devices: bool) -> dict[str, str]:
 
 def _death(returncode: int, last_line: str) -> str:
     """Return how the process ended, in words, with the last line of its errors."""
-    ending = f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"
-    text = f"the planner's process ended with {ending}"
-    return f"{text}: {last_line}" if last_line else text
+    text = "the planner's process ended with "
+    if returncode < 0:
+        text += f"signal {-returncode}"
+    else:
+        text += f"exit code {returncode}"
+    if last_line:
+        text += f": {last_line}"
+    return text
 
 
 def main() -> None:
     """Run in the process that `call_in_subprocess` starts: answer the request on stdin, on stdout, with the function's
     result, its UserError, or NoAnswer for any other error.
     """
+    # The answer alone goes to stdout: users' modules and data sets may print.
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output of users' modules and data sets
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
     name, arguments = pickle.load(sys.stdin.buffer)
     logging.basicConfig(level=logging.ERROR)  # the run itself will warn
     function = pkgutil.resolve_name(name)
@@ -248,6 +265,7 @@ def main() -> None:
     except Exception as error:
         log.debug("%s: no answer", name, exc_info=True)
         outcome = NoAnswer(summary_of(error))
+
     pickle.dump(outcome, answer)
     answer.close()
     sys.stderr.flush()

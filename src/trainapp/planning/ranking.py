@@ -43,7 +43,8 @@ class Variant:
     @property
     def harm(self) -> int:
         """How much the training's result changes: an index of RESULTS."""
-        return max((RESULTS.index(technique.result) for technique in self.techniques), default=0)
+        harms = [RESULTS.index(technique.result) for technique in self.techniques]
+        return max(harms, default=0)
 
     @property
     def result(self) -> str:
@@ -51,12 +52,19 @@ class Variant:
         return RESULTS[self.harm]
 
     def facts(self, is_searched: bool) -> Facts:
-        """Return the variant's entry in plan.json. is_searched: whether its largest micro-batch is searched."""
+        """Return the variant's entry in plan.json.
+
+        Args:
+            is_searched: whether its largest micro-batch is searched.
+        """
+        largest = None
+        if is_searched:
+            largest = self.planner.largest
         return {
             "names": [technique.setting for technique in self.techniques],
             "overrides": " ".join(overrides_of(self.techniques)),
             "peak_bytes": self.peak,
-            "largest_micro_size": self.planner.largest if is_searched else None,
+            "largest_micro_size": largest,
             "result": self.result,
         }
 
@@ -78,7 +86,8 @@ def rank_techniques(planner: Planner, plan: MemoryPlan) -> tuple[list[Facts], Fa
         if variant is not None:
             single.append(variant)
     single.sort(key=lambda variant: (variant.harm, variant.peak))
-    combinations = _combine(unchanged, [variant for variant in single if variant.result != "other"], make_variant)
+    combinable = [variant for variant in single if variant.result != "other"]
+    combinations = _combine(unchanged, combinable, make_variant)
     variants = [*single, *combinations]
     variants.sort(key=lambda variant: (variant.harm, variant.peak, len(variant.techniques)))
 
@@ -112,7 +121,8 @@ def _make_variant(planner: Planner, size: int, deadline: float, techniques: Sequ
     if time.monotonic() > deadline:
         return None
     try:
-        config = with_cheapest_modes(_with(planner.config, techniques), planner.estimator)
+        config = _with(planner.config, techniques)
+        config = with_cheapest_modes(config, planner.estimator)
         changed = Planner(config, planner.estimator)
         changed.smallest = planner.smallest  # of the same model
         return Variant(tuple(techniques), changed, changed.peak(size))
@@ -128,7 +138,8 @@ def _with(config: Config, techniques: Sequence[Technique]) -> Config:
     changed = with_techniques(config, techniques)
     settings = changed.activation_checkpointing
     if settings.mode != config.activation_checkpointing.mode:  # otherwise the modes chosen by `auto` would apply
-        changed = dataclasses.replace(changed, activation_checkpointing=dataclasses.replace(settings, modes=None))
+        settings = dataclasses.replace(settings, modes=None)
+        changed = dataclasses.replace(changed, activation_checkpointing=settings)
     return changed
 
 
@@ -141,7 +152,11 @@ def _combine(unchanged: Variant, single: Sequence[Variant], make_variant: MakeVa
     tried = 0
     for variant in single:
         technique = variant.techniques[0]
-        compatible = [earlier for earlier in best.techniques if not earlier.changes.keys() <= technique.changes.keys()]
+        compatible = []
+        for earlier in best.techniques:
+            is_replaced = earlier.changes.keys() <= technique.changes.keys()
+            if not is_replaced:
+                compatible.append(earlier)
         if not compatible:  # no combination: the technique by itself
             if _lowers(variant, best):
                 best = variant
@@ -163,6 +178,7 @@ def _lowers(variant: Variant, earlier: Variant) -> bool:
 
 def _best(variants: Sequence[Variant]) -> Facts:
     """Return `best` of plan.json: the first variant that fits, otherwise the one with the lowest peak."""
+    # One after the other: whether one fits costs an estimate.
     best = next((variant for variant in variants if variant.planner.fits(variant.planner.smallest)), None)
     if best is not None:
         planner = best.planner
@@ -171,11 +187,14 @@ def _best(variants: Sequence[Variant]) -> Facts:
         best = min(variants, key=lambda variant: variant.peak)
         planner = best.planner
         size = planner.smallest
+
     peak = planner.peak(size).total
+    needed_bytes = math.ceil(peak * (1 + planner.estimator.spare))
+    overrides = [*overrides_of(best.techniques), *size_overrides(planner.config, size)]
     return {
-        "overrides": " ".join([*overrides_of(best.techniques), *size_overrides(planner.config, size)]),
+        "overrides": " ".join(overrides),
         "peak_bytes": peak,
-        "missing_bytes": max(0, math.ceil(peak * (1 + planner.estimator.spare)) - planner.limit),
+        "missing_bytes": max(0, needed_bytes - planner.limit),
         "micro_size": size,
         "result": best.result,
     }
@@ -192,19 +211,24 @@ def add_measurements(config: Config, facts: Facts) -> Facts:
     config = with_claimed_settings(config)
     device = choose_device(config.train.device)
     estimator = MeasuredEstimator(resolve_targets(config), planned_world_size(config), device)
+
+    # With the modes that the plan has chosen.
     settings = dataclasses.replace(config.activation_checkpointing, modes=facts["modes"])
     config = dataclasses.replace(config, activation_checkpointing=settings)
+
     technique_of = {technique.setting: technique for technique in TECHNIQUES}
 
     # The plan itself, and the first techniques that save something.
     most = (1 - LEAST_SAVING) * facts["peak_bytes"]
     worthwhile = [entry for entry in facts["techniques"] if entry["peak_bytes"] < most and entry["result"] != "other"]
     for entry in (facts, *worthwhile[:MOST_MEASURED]):  # the plan itself has no `names`
-        changed = _with(config, [technique_of[name] for name in entry.get("names", [])])
+        techniques = [technique_of[name] for name in entry.get("names", [])]
+        changed = _with(config, techniques)
         try:
             entry["measured_bytes"] = estimator.peak(changed, facts["micro_size"]).total
             entry["step_seconds"] = round(estimator.seconds(changed, facts["micro_size"]), 4)
         except (RuntimeError, MemoryError, UserError) as error:
             log.debug("not measured", exc_info=True)
-            facts["notes"].append(f"not measured: {entry.get('overrides', 'the plan')} ({error})")
+            subject = entry.get("overrides", "the plan")
+            facts["notes"].append(f"not measured: {subject} ({error})")
     return facts

@@ -68,7 +68,8 @@ class Breakdown:
         """Return the higher of both, with the phases of both."""
         names = dict.fromkeys([*self.phases, *other.phases])
         phases = {name: max(self.phases.get(name, 0), other.phases.get(name, 0)) for name in names}
-        return replace(self if self.total >= other.total else other, phases=phases)
+        higher = self if self.total >= other.total else other
+        return replace(higher, phases=phases)
 
 
 class Recorder(CpuMemory):
@@ -96,6 +97,7 @@ class Recorder(CpuMemory):
     def measuring(self, resident: Resident) -> Iterator[None]:
         with super().measuring(resident):
             yield
+        # What the block has made and left is categorised now that it has its place, such as in an optimizer's state.
         for category, tensors in self.resident().items():
             for tensor in tensors:
                 self.counter.label(category, tensor)
@@ -138,9 +140,13 @@ class _Counter(LiveTensors):
 
 def _breakdown(counter: _Counter) -> Breakdown:
     """Return the peak of what was counted, and the peaks of its phases."""
-    live = np.array([size for _, size in counter.events], dtype=np.int64).cumsum()  # bytes after each event
+    changes = [size for _, size in counter.events]
+    live = np.array(changes, dtype=np.int64).cumsum()  # bytes after each event
+
+    # Each phase ends where the next one starts.
     starts = counter.phase_starts
-    ends = [following.event for following in starts[1:]] + [len(live)]
+    ends = [next_start.event for next_start in starts[1:]]
+    ends.append(len(live))
 
     # The peak of each phase. A phase may come several times: once per micro-batch.
     phases: dict[str, int] = {}
@@ -153,14 +159,17 @@ def _breakdown(counter: _Counter) -> Breakdown:
 
     # What was in memory at the highest of all.
     peak_event = int(live.argmax())
-    at_peak = {
-        category.value: int(sizes[peak_event])
-        for category, sizes in stacked(counter.events, counter.categories).items()
-    }
+    peak_phase = ""
+    for (start, phase), end in zip(starts, ends, strict=True):
+        if start <= peak_event < end:
+            peak_phase = phase
+    at_peak = {}
+    for category, sizes in stacked(counter.events, counter.categories).items():
+        at_peak[category.value] = int(sizes[peak_event])
     largest_first = sorted(at_peak.items(), key=lambda category_and_size: -category_and_size[1])
     return Breakdown(
         total=int(live[peak_event]),
-        phase=next(start.phase for start, end in zip(starts, ends, strict=True) if start.event <= peak_event < end),
+        phase=peak_phase,
         module=counter.module,
         phases=phases,
         categories={category: size for category, size in largest_first if size},

@@ -22,12 +22,16 @@ def planned_world_size(config: Config) -> int:
     """
     parallel = config.parallel
     world_size = config.plan.world
+
+    # One process.
     if parallel.strategy == "single":
         if world_size is not None and world_size > 1:
             raise UserError(
                 f"plan.world={world_size}: parallel=single is one process; use parallel=ddp or parallel=fsdp"
             )
         return 1
+
+    # Several: the number that is set, or this machine's devices.
     setting = f"plan.world={world_size}"
     if world_size is None:
         world_size = rank_count(config)
@@ -77,6 +81,8 @@ class _RealIntegers(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+
+        # A new tensor, and each operation on it.
         if func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is torch.int32:
             with outside_dispatch_modes():
                 return torch.empty(*args, dtype=torch.int32)

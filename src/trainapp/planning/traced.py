@@ -59,20 +59,24 @@ class TracedEstimator:
             return 0.3
         if self.gpu is not None:
             return self.gpu.margin
-        # Transformers builds other masks for fake tensors: peaks of a small Llama were up to 6.3% too high.
-        return 0.07 if self._is_of_transformers else 0.01
+        if self._is_of_transformers:  # which builds other masks for fake tensors: a small Llama's peaks were 6.3% high
+            return 0.07
+        return 0.01
 
     @property
     def spare(self) -> float:
         """The fraction of a peak that must stay free for it to fit."""
-        return 0.0 if self.gpu is None and self.refuses else self.margin
+        is_exact = self.gpu is None and self.refuses
+        return 0.0 if is_exact else self.margin
 
     def limit(self, config: Config) -> int:
         """Return the bytes that a run may use."""
         if self.gpu is not None:
             return self.gpu.limit(config)
         total = total_bytes()
-        return total if config.memory.limit is None else parse_memory_size(config.memory.limit, total)
+        if config.memory.limit is None:
+            return total
+        return parse_memory_size(config.memory.limit, total)
 
     def peak(self, config: Config, size: int) -> Breakdown:
         """Return the peak with micro-batches of this size on the first rank, which has the most samples and largest
@@ -142,7 +146,10 @@ def _fake(from_tensor: Callable[[Tensor], Tensor], device: torch.device, tensor:
     """Return a fake tensor on the device. On the CPU, a view of a data set's table is faked as a view: not counted."""
     can_view = device.type == "cpu" and tensor.layout is torch.strided
     is_view = can_view and tensor.untyped_storage().nbytes() != tensor.nbytes
-    with outside_dispatch_modes() if is_view else contextlib.nullcontext():  # creating it would be counted
+    context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if is_view:  # creating it would be counted
+        context = outside_dispatch_modes()
+    with context:
         return from_tensor(tensor).to(device)
 
 
@@ -162,17 +169,21 @@ def _model_without_data(resources: Resources, fake: Fake, device: torch.device) 
 
     @functools.wraps(model_class, updated=())
     def build_without_data(*args: Any, **kwargs: Any) -> nn.Module:
+        # Without data.
         try:
             with convertible_fakes():
                 return cast(nn.Module, model_class(*args, **kwargs))
         except Exception as error:
             first_error = error
+
+        # For real, outside of the fake mode.
         try:
             with outside_dispatch_modes(), torch.device(device):
                 model: nn.Module = model_class(*args, **kwargs)
                 materialise(model, resources, device)
         except Exception as error:
             raise error from first_error
+
         _drop_data(model, fake)
         return model
 
@@ -189,7 +200,8 @@ def _drop_data(model: nn.Module, fake: Fake) -> None:
                 continue
             if id(tensor) not in fakes:
                 fakes[id(tensor)] = _without_data(tensor, fake)
-            setattr(module, name, fakes[id(tensor)])  # an RNN also keeps its weights in a list
+            # By assignment rather than in the registry: an RNN also keeps its weights in a list.
+            setattr(module, name, fakes[id(tensor)])
 
 
 def _without_data(tensor: Tensor, fake: Fake) -> Tensor:

@@ -42,6 +42,7 @@ class MadeUpValues(DispatchMode):
         self.reads = 0  # by the model and the task
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Reads, and what has no fake kernel.
         if func is ASKS_DEVICE:
             return args[0].device
         if func in READ_OPERATORS and getattr(args[0], "constant", None) is None:
@@ -52,6 +53,8 @@ class MadeUpValues(DispatchMode):
             return None
         if func in _UNKNOWN_SIZES and self.refuses:
             raise NeedsValues(f"{func}: what it keeps for the backward is known only to a real step")
+
+        # All else computes shapes.
         result = func(*args, **(kwargs or {}))
         if func is _GROUP_NORM_BACKWARD and result[0] is not None:  # fp32 in torch 2.13's decomposition
             return result[0].to(args[1].dtype), *result[1:]
@@ -63,9 +66,12 @@ class MadeUpValues(DispatchMode):
             self.reads += 1
             if self.refuses or self.reads > self.MOST_READS:
                 raise NeedsValues(f"the model or its task reads the value of a tensor ({phase.value})")
+
         if tensor.dtype == torch.bool:
             return False
-        return 1.0 if tensor.dtype.is_floating_point else 1
+        if tensor.dtype.is_floating_point:
+            return 1.0
+        return 1
 
 
 def document_borders(is_packed: bool) -> contextlib.AbstractContextManager[Any]:

@@ -52,6 +52,8 @@ def planned_config(config: Config, size: int, samples: int) -> Config:
     """Return the configuration of a planned step of `samples` in micro-batches of `size`, without features that cost no
     device memory, or only in the first few steps.
     """
+    # For a plan, all updates are in one step.
+    updates = [dataclasses.replace(update, every=1, offset=None) for update in config.updates]
     changes: dict[str, Any] = {
         "batch": dataclasses.replace(config.batch, global_size=samples, micro_size=size, micro_schedule=None),
         "accumulation": dataclasses.replace(config.accumulation, steps="auto"),
@@ -59,8 +61,7 @@ def planned_config(config: Config, size: int, samples: int) -> Config:
         "model": dataclasses.replace(config.model, init_from=None),
         "train": dataclasses.replace(config.train, check_loss=False),
         "memory": dataclasses.replace(config.memory, limit=None, timeline=False),
-        # For a plan, all updates are in one step.
-        "updates": [dataclasses.replace(update, every=1, offset=None) for update in config.updates],
+        "updates": updates,
     }
     return dataclasses.replace(config, mode="train", **changes)
 
@@ -103,7 +104,8 @@ class Work:
         blocks = 0
         with contextlib.suppress(UserError):
             blocks = len(blocks_of(model, "blocks()"))
-        techniques = tuple(available(Situation(self.config, model, self.engine.knows_loss)))
+        situation = Situation(self.config, model, self.engine.knows_loss)
+        techniques = tuple(available(situation))
         smallest = smallest_micro_batch(model)
         return dataclasses.replace(breakdown, smallest=smallest, blocks=blocks, techniques=techniques)
 
@@ -112,8 +114,11 @@ class Work:
         engine = self.engine
         state = engine.state
         batches = self.resources.batches
+        sizes = [self.size] * len(state.updates)
         with outside_dispatch_modes():  # tensors that a stream makes are real ones
             samples = batches.share(state.progress).total
+
+        # As in a run: all that a step keeps in memory has to be made here, too.
         is_logged = self.config.every.log is not None  # a logged step also computes metrics
         for update in state.updates:
             with engine.at(Phase.START), engine.train_only(update):
@@ -121,7 +126,7 @@ class Work:
                 engine.snapshot.take("written")
                 engine.scaled(engine.weight_of(samples))  # both are retained
                 with engine.at(Phase.DATA), self.memory.watch(self.meter.resident()):
-                    cut = self.fetched(batches.micro_batches(state.progress, [self.size] * len(state.updates)))
+                    cut = self.fetched(batches.micro_batches(state.progress, sizes))
                     micro_batches = engine.prepare(cut, self._watched)
                     result = run_update(engine, micro_batches, self._micro_batch_context)
                     step_is_complete = state.progress.finish_update(result.applied, state.cadences)
@@ -155,6 +160,7 @@ def longest(batches: TrainBatches, size: int) -> MicroBatch | None:
     full_size = 0  # samples of the first micro-batch
     surveyed = 0
     for micro in _first_epoch(batches, size):
+        # Fewer samples have fewer elements, whatever their lengths: they say nothing about these.
         full_size = full_size or micro.samples
         if micro.samples == full_size:
             elements = elements_in(micro.data)
@@ -165,7 +171,10 @@ def longest(batches: TrainBatches, size: int) -> MicroBatch | None:
         surveyed += micro.samples
         if surveyed >= max(SURVEYED, 2 * full_size):
             break
-    return longest_batch if len(element_counts) > 1 else None
+
+    if len(element_counts) == 1:
+        return None
+    return longest_batch
 
 
 def _first_epoch(batches: TrainBatches, size: int) -> Iterator[MicroBatch]:

@@ -37,12 +37,17 @@ def has_restarted() -> bool:
 def acquire(run_dir: Path, patience: float = 0.0) -> None:
     """Lock the directory for this process, until `release` or its end. No effect if it holds the lock already.
 
-    patience: seconds to wait for a process that is about to end. Raises UserError if another run uses the directory
-    (with the host and id of its process), or if the lock cannot be written.
+    Raises UserError if another run uses the directory (with the host and id of its process), or if the lock cannot be
+    written.
+
+    Args:
+        run_dir: the directory.
+        patience: seconds to wait for a process that is about to end.
     """
     path = run_dir.resolve() / LOCK
     if path in _held:
         return
+
     until = time.monotonic() + patience
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -57,11 +62,14 @@ def acquire(run_dir: Path, patience: float = 0.0) -> None:
         if error.errno in _NO_LOCKS:
             log.warning("%s: its file system has no locks; make sure that no other run uses it", run_dir)
             return
-        place = f"{error.filename or path}: {error.strerror}"
-        raise UserError(f"{place}; hydra.run.dir or hydra.sweep.dir must name a folder you can write to") from None
+        reason = f"{error.filename or path}: {error.strerror}"
+        raise UserError(f"{reason}; hydra.run.dir or hydra.sweep.dir must name a folder you can write to") from None
+
+    # Who holds it, for the message of another run.
     started = time.strftime("%Y-%m-%d %H:%M:%S")
+    holder = f" (process {os.getpid()} on host {socket.gethostname()}, since {started})"
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f" (process {os.getpid()} on host {socket.gethostname()}, since {started})".encode(), 0)
+    os.pwrite(descriptor, holder.encode(), 0)
     _held[path] = descriptor
 
 
@@ -98,9 +106,11 @@ def _locked(path: Path) -> int | None:
             if error.errno in (errno.EACCES, errno.EAGAIN):  # POSIX allows either
                 return None
             raise
+
+        # Between opening and locking, the last holder may have removed the file: a lock on it would lock nobody out.
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             return descriptor
-        os.close(descriptor)  # its last holder has removed it
+        os.close(descriptor)
 
 
 def _holder(path: Path) -> str:
@@ -110,18 +120,23 @@ def _holder(path: Path) -> str:
 
 
 def require_same_experiment(config: Config) -> None:
-    """Raises UserError, with all differences, if the directory has checkpoints of a run with other settings that affect
+    """Raise UserError, with all differences, if the directory has checkpoints of a run with other settings that affect
     the result. Training only: evaluation and export do not write a run's files.
     """
-    run_dir = Path(config.run_dir)
-    before = newest_manifest(run_dir).get("config") if config.activity.trains else None
-    if before is None:
+    if not config.activity.trains:
         return
-    found = [change for change in resume_rules.changes(before, config.to_dict()) if change.is_another_experiment]
-    if not config.chooses("train.seed"):  # then the checkpoint's seed is used
-        found = [change for change in found if change.name != "train.seed"]
-    if found:
-        listed = "\n".join(f"  {change}" for change in found)
+    run_dir = Path(config.run_dir)
+    saved_config = newest_manifest(run_dir).get("config")
+    if saved_config is None:
+        return
+
+    differences = []
+    for change in resume_rules.changes(saved_config, config.to_dict()):
+        takes_saved_seed = change.name == "train.seed" and not config.chooses("train.seed")
+        if change.is_another_experiment and not takes_saved_seed:
+            differences.append(change)
+    if differences:
+        listed = "\n".join(f"  {change}" for change in differences)
         raise UserError(
             f"hydra.run.dir={run_dir}: this directory belongs to a run whose settings give another result:\n"
             f"{listed}\n"

@@ -43,8 +43,10 @@ def changes_of_memory(session: Session, path: Path) -> list[str]:
     """
     manifest = read_manifest(path)
     world_size = session.ranks.world_size
-    changes = resume_rules.changes(manifest["config"], session.config.to_dict())
-    texts = [str(change) for change in changes if determines_memory(change.name)]
+    texts = []
+    for change in resume_rules.changes(manifest["config"], session.config.to_dict()):
+        if determines_memory(change.name):
+            texts.append(str(change))
     if session.config.parallel.strategy == "fsdp" and manifest["ranks"] != world_size:  # with other shards
         texts.append(f"ranks: {manifest['ranks']} before, {world_size} now")
     return texts
@@ -85,10 +87,11 @@ def initial_sizes(
     grows = session.retries_in_place and config.oom.grow and not is_fixed
 
     def new_sizes(start: int, smallest: int) -> MicroBatchSizes:
-        return MicroBatchSizes(
-            start, config.oom.clean_steps, grow=grows, smallest=start if must_stay_whole else smallest
-        )
+        if must_stay_whole:
+            smallest = start
+        return MicroBatchSizes(start, config.oom.clean_steps, grow=grows, smallest=smallest)
 
+    # Training, by update.
     begins_anew = False
     by_update = {}
     saved_for_training = saved if configured is None else {}
@@ -99,6 +102,7 @@ def initial_sizes(
         begins_anew |= _begin(sizes, key_of(name), batch_number, restart, saved_for_training, changed)
         by_update[name] = sizes
 
+    # Evaluation, which has no schedule.
     evaluation = new_sizes(_size_of_evaluation(session, must_stay_whole), 1)
     saved_for_evaluation = saved if batch.eval_micro_size == "auto" else {}
     begins_anew |= _begin(evaluation, EVALUATION, batch_number, restart, saved_for_evaluation, changed)
@@ -107,9 +111,14 @@ def initial_sizes(
             "searching the micro-batch size from scratch, since this has changed since the checkpoint: %s",
             listed(changed),
         )
-    autotunes = session.state.device.type == "cuda" and not config.train.deterministic
-    autotuner = Autotuner() if autotunes else None
-    return Sizes(by_update, evaluation, autotuner, *_recoveries_before(saved, restart))
+    return Sizes(by_update, evaluation, _autotuner(session), *_recoveries_before(saved, restart))
+
+
+def _autotuner(session: Session) -> Autotuner | None:
+    """Return an autotuner of kernels, if the device has several and the run need not be deterministic."""
+    if session.state.device.type != "cuda" or session.config.train.deterministic:
+        return None
+    return Autotuner()
 
 
 def _recoveries_before(saved: Record, restart: Record) -> tuple[int, int]:
@@ -127,7 +136,10 @@ def _size_of_evaluation(session: Session, must_stay_whole: bool) -> int:
     share = _share(session.config.batch.global_size, session)
     size = session.config.batch.eval_micro_size
     if not isinstance(size, int):
-        size = share if must_stay_whole or _has_per_sample_buffers(session) else 2 * share
+        size = share
+        if not must_stay_whole and not _has_per_sample_buffers(session):
+            size = 2 * share  # without gradients, a sample takes less memory than in training
+
     # At most this rank's samples: a size that is never reached is never validated.
     return min(size, _share(_samples_per_evaluation(session), session))
 
@@ -139,14 +151,16 @@ def _share(samples: int, session: Session) -> int:
 
 def _has_per_sample_buffers(session: Session) -> bool:
     """Return whether a module has buffers with a row per sample: as many rows as training has samples."""
-    return bool(per_sample_buffers({"model": session.state.model, **session.state.stateful.modules}))
+    modules = {"model": session.state.model, **session.state.stateful.modules}
+    return bool(per_sample_buffers(modules))
 
 
 def _samples_per_evaluation(session: Session) -> int:
     """Return the samples of the largest set, over all ranks: no limit if a set's length is unknown."""
     if session.config.mode == "generate":
         return len(session.config.generate.prompts)
-    return max((batches.samples or sys.maxsize for batches in session.eval_sets.values()), default=1)
+    numbers = [batches.samples or sys.maxsize for batches in session.eval_sets.values()]
+    return max(numbers, default=1)
 
 
 def _change_of_budget(saved: Record, budget: int) -> list[str]:
@@ -184,5 +198,6 @@ def _from_batch(schedule: Mapping[int, ScheduledSizes], batch_number: int, share
             at_most_share: ScheduledSizes = min(sizes, share)
         else:
             at_most_share = {bucket: min(size, share) for bucket, size in sizes.items()}
-        coming[max(first_batch, batch_number)] = at_most_share  # of earlier entries, the last one remains
+        # Earlier entries share a key, so that the last of them remains: the one in force.
+        coming[max(first_batch, batch_number)] = at_most_share
     return coming

@@ -42,10 +42,15 @@ def run(config: Config) -> float:
     run_dir = Path(config.run_dir)
     settings = config.lr_find
     logged_steps, end = _range_test(config, run_dir)
+
+    # The losses over the rates. The record does not have these: they follow from the steps.
     losses = [line["loss"] for line in logged_steps]
     rates = []
     for line in logged_steps:
-        rates.append(settings.max * growing(line["step"] - 1, settings.min, settings.max, settings.steps))
+        factor = growing(line["step"] - 1, settings.min, settings.max, settings.steps)
+        rates.append(settings.max * factor)
+
+    # The picture comes before the error: it shows why there is no suggestion.
     curve = smoothed(losses)
     suggested = suggestion(rates, curve)
     if losses:
@@ -71,8 +76,9 @@ def _range_test(config: Config, run_dir: Path) -> tuple[list[dict[str, Any]], st
         except NotFinite:
             end = "the loss or a gradient is not finite"
         logged_steps = json_lines(Path(folder) / METRICS)
-    has_ended_early = len(logged_steps) < config.lr_find.steps
-    return logged_steps, end if has_ended_early else ""
+    if len(logged_steps) >= config.lr_find.steps:
+        end = ""
+    return logged_steps, end
 
 
 def _print_suggestion(suggested: Suggestion, rates: list[float], end: str, run_dir: Path) -> None:
@@ -87,9 +93,10 @@ def _print_suggestion(suggested: Suggestion, rates: list[float], end: str, run_d
     steps = f"{len(rates)} steps at learning rates from {rates[0]:.2g} to {rates[-1]:.2g}"
     if end:
         steps += f", where {end}"
+    tenth = suggested.lowest / 10
     derivation = (
         f"steepest descent at {suggested.steepest:.2g}; lowest loss at {suggested.lowest:.2g}, a tenth of which is "
-        f"{suggested.lowest / 10:.2g}"
+        f"{tenth:.2g}"
     )
     if suggested.lowest == rates[-1]:
         derivation += "; the loss still falls at the highest rate, raise lr_find.max"
@@ -152,7 +159,8 @@ class RangeTest:
         self.losses.append(view.logged["loss"])
         curve = smoothed(self.losses)
         lowest = min(curve)
-        if curve[-1] - lowest > (self.diverges - 1) * abs(lowest):
+        rise = curve[-1] - lowest
+        if rise > (self.diverges - 1) * abs(lowest):
             view.stop("the loss diverges")
 
 
@@ -162,7 +170,8 @@ def smoothed(losses: list[float]) -> list[float]:
     curve = []
     for number, loss in enumerate(losses, start=1):
         average = SMOOTHING * average + (1 - SMOOTHING) * loss
-        curve.append(average / (1 - SMOOTHING**number))
+        total_weight = 1 - SMOOTHING**number  # of the losses so far; the rest is that of the initial 0
+        curve.append(average / total_weight)
     return curve
 
 
@@ -170,16 +179,23 @@ def growing(step: int, minimum: PositiveFloat, maximum: PositiveFloat, steps: Po
     """Return the factor of `maximum` after `step` steps of the range test, growing exponentially from `minimum` to
     `maximum` in the last step.
     """
-    return float((minimum / maximum) ** (1 - step / (steps - 1)))
+    progress = step / (steps - 1)
+    return float((minimum / maximum) ** (1 - progress))
 
 
 def suggestion(rates: list[float], curve: list[float]) -> Suggestion | None:
     """Return the rates that the smoothed losses suggest; None if they do not fall."""
-    lowest = int(np.argmin(curve)) if curve else 0
+    if not curve:
+        return None
+    lowest = int(np.argmin(curve))
     if lowest < FEWEST:
         return None
-    slopes = np.gradient(curve[: lowest + 1], np.log(rates[: lowest + 1]))
-    first = min(len(curve) // 10, lowest - FEWEST)  # early averages hold few losses, and their noise has steep slopes
+
+    # The steepest descent before the lowest loss, without the beginning: early averages hold few losses, and their
+    # noise has steep slopes.
+    log_rates = np.log(rates[: lowest + 1])
+    slopes = np.gradient(curve[: lowest + 1], log_rates)
+    first = min(len(curve) // 10, lowest - FEWEST)
     steepest = first + int(np.argmin(slopes[first:]))
     return Suggestion(rates[steepest], rates[lowest])
 
@@ -194,14 +210,17 @@ def _draw(
     axes = figure.add_subplot()
     axes.plot(rates, losses, color="C0", alpha=0.3, label="loss")
     axes.plot(rates, curve, color="C0", label="smoothed")
+
+    # The two rates of which the smaller one is suggested.
     if suggested is not None:
-        axes.axvline(
-            suggested.steepest, color="C1", linestyle="--", label=f"steepest descent, {suggested.steepest:.2g}"
-        )
+        steepest = suggested.steepest
+        axes.axvline(steepest, color="C1", linestyle="--", label=f"steepest descent, {steepest:.2g}")
         tenth = suggested.lowest / 10
         axes.axvline(tenth, color="C2", linestyle="--", label=f"a tenth of the lowest loss's, {tenth:.2g}")
+
+    # Up to the highest average: an exploding loss would flatten the rest.
     low = min(losses)
-    high = max(curve)  # an exploding loss would flatten the rest
+    high = max(curve)
     margin = 0.05 * (high - low) or 1.0
     axes.set(xscale="log", xlabel="learning rate", ylabel="loss", ylim=(low - margin, high + margin))
     axes.legend()

@@ -167,7 +167,10 @@ class Recipe:
         """
         content = _as_dict(self)
         content |= content.pop("training") or {}
-        return {key: value for key, value in content.items() if value or key not in _ONLY_IF_ANY}
+        for key in _ONLY_IF_ANY:
+            if not content.get(key):
+                content.pop(key, None)
+        return content
 
 
 _FILE_KEYS = {"class_name": "class"}  # by the name of the field, where they differ
@@ -180,18 +183,26 @@ def _as_dict(value: Any) -> Any:
         return [_as_dict(element) for element in value]
     if not is_dataclass(value):
         return value
-    return {_FILE_KEYS.get(field.name, field.name): _as_dict(getattr(value, field.name)) for field in fields(value)}
+    content = {}
+    for field in fields(value):
+        key = _FILE_KEYS.get(field.name, field.name)
+        content[key] = _as_dict(getattr(value, field.name))
+    return content
 
 
 def recipe_of(session: Session) -> Recipe:
     """Return the recipe of a session that has not begun to train."""
-    earlier = json_object(Path(session.config.run_dir) / RECIPE) if session.config.activity.trains else {}
-    return Recipe(
-        model=_model(session),
-        precision=_precision(session),
-        initial_weights=_initial_weights(session, earlier),
-        training=_training(session, earlier) if session.config.activity.makes_steps else None,
-    )
+    activity = session.config.activity
+    earlier = {}
+    if activity.trains:
+        earlier = json_object(Path(session.config.run_dir) / RECIPE)
+    model = _model(session)
+    precision = _precision(session)
+    initial_weights = _initial_weights(session, earlier)
+    training = None
+    if activity.makes_steps:
+        training = _training(session, earlier)
+    return Recipe(model, precision, initial_weights, training)
 
 
 def write(run_dir: Path, recipe: Recipe) -> None:
@@ -210,12 +221,16 @@ def _model(session: Session) -> ModelRecipe:
     if not name[0].isupper():  # a function that builds the model
         name = type(model).__name__.removeprefix("FSDP")
     parameters = list(model.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    device_name = None
+    if device.type == "cuda":
+        device_name = torch.cuda.get_device_name(device)
     return ModelRecipe(
         class_name=name,
         parameters=sum(parameter.numel() for parameter in parameters),
-        trained_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        trained_parameters=sum(parameter.numel() for parameter in trained),
         device=str(device),
-        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        device_name=device_name,
     )
 
 
@@ -248,7 +263,9 @@ def _initial_weights(session: Session, earlier: Mapping[str, Any]) -> InitialWei
     if session.initial_weights is not None or session.state.progress.step == 0:
         return session.initial_weights
     recorded = earlier.get("initial_weights")
-    return InitialWeights(**recorded) if recorded else None
+    if not recorded:
+        return None
+    return InitialWeights(**recorded)
 
 
 def _frozen(model: nn.Module) -> FrozenRecipe | None:
@@ -257,12 +274,16 @@ def _frozen(model: nn.Module) -> FrozenRecipe | None:
     frozen = sum(not parameter.requires_grad for parameter in parameters)
     if not frozen:
         return None
+
+    # Layers that act in training mode, whatever their parameters do.
     in_training = [module for module in untrained_modules(model) if module.training]
+    batchnorm_layers = [module for module in in_training if isinstance(module, BatchNorm)]
+    dropout_layers = [module for module in in_training if isinstance(module, nn.Dropout) and module.p > 0]
     return FrozenRecipe(
         tensors=frozen,
         of_tensors=len(parameters),
-        batchnorm_layers_in_training=sum(isinstance(module, BatchNorm) for module in in_training),
-        dropout_layers_in_training=sum(isinstance(module, nn.Dropout) and module.p > 0 for module in in_training),
+        batchnorm_layers_in_training=len(batchnorm_layers),
+        dropout_layers_in_training=len(dropout_layers),
     )
 
 
@@ -271,14 +292,16 @@ def _frozen(model: nn.Module) -> FrozenRecipe | None:
 
 def _training(session: Session, earlier: Mapping[str, Any]) -> TrainingRecipe:
     config = session.config
-    objective = session.objective
+    objective = None
+    if config.has_best:
+        objective = f"{session.objective.direction} {session.objective.metric}"
     return TrainingRecipe(
         batch=_batch(session),
         filled_from_data=dict(session.filled),
         task=_task_name(session.task),
         tasks_by_update={name: _task_name(task) for name, task in session.engine.tasks.items()},
         task_arguments=dict(config.task_arguments),
-        objective=f"{objective.direction} {objective.metric}" if config.has_best else None,
+        objective=objective,
         optimizers=[_optimizer(update, session) for update in session.state.updates],
         grad_clip=config.train.grad_clip,
         schedule=_schedule(session),
@@ -331,11 +354,14 @@ def _resumes(session: Session, earlier: Mapping[str, Any]) -> list[ResumeRecipe]
     step = session.state.progress.step
     if step == 0:
         return []
+
     resumes = []
     for recorded in earlier.get("resumes", ()):
         resume = ResumeRecipe(**recorded)
         if resume.after_step < step:  # what an earlier session trained after this step is forgotten
             resumes.append(resume)
+
+    # This session's own.
     ranks_before = earlier.get("batch", {}).get("ranks")
     resumes.append(ResumeRecipe(step, session.batches.world_size, ranks_before))
     return resumes
@@ -347,16 +373,21 @@ _NOT_OPTIONS = ("params", "lr", "initial_lr", "weight_decay", "label")  # of a g
 def _optimizer(update: Update, session: Session) -> OptimizerRecipe:
     cadence = update.cadence
     steps = filter(cadence.includes, itertools.count(1))
+    first_steps = list(itertools.islice(steps, FIRST_STEPS))
+
+    # After `every` log steps the pattern repeats.
     log_every = session.limits.log
     logged_steps: Sequence[int] = ()
     if log_every:
         logged_steps = range(log_every, log_every * cadence.every + 1, log_every)
+    is_logged = any(cadence.includes(step) for step in logged_steps)
+
     return OptimizerRecipe(
         update=update.name,
         every=cadence.every,
         offset=cadence.offset,
-        first_steps=list(itertools.islice(steps, FIRST_STEPS)),
-        is_logged=any(map(cadence.includes, logged_steps)),
+        first_steps=first_steps,
+        is_logged=is_logged,
         class_name=type(update.optimizer).__name__,
         class_defaults=_defaults_of(type(update.optimizer)),
         groups=_groups(update, session.state.model),
@@ -378,17 +409,18 @@ def _groups(update: Update, model: nn.Module) -> list[GroupRecipe]:
     recipes = []
     for group, first_rate in zip(groups, update.schedule.first_rates(groups), strict=True):
         parameters = group["params"]
-        recipes.append(
-            GroupRecipe(
-                lr=float(group.get("initial_lr", group["lr"])),
-                first_lr=float(first_rate),
-                weight_decay=group.get("weight_decay"),
-                options={name: value for name, value in group.items() if name not in _NOT_OPTIONS},
-                tensors=len(parameters),
-                largest_dimensions=max((parameter.ndim for parameter in parameters), default=0),
-                names=[name_of.get(id(parameter), "?") for parameter in parameters],
-            )
+        options = {name: value for name, value in group.items() if name not in _NOT_OPTIONS}
+        dimensions = [parameter.ndim for parameter in parameters]
+        recipe = GroupRecipe(
+            lr=float(group.get("initial_lr", group["lr"])),
+            first_lr=float(first_rate),
+            weight_decay=group.get("weight_decay"),
+            options=options,
+            tensors=len(parameters),
+            largest_dimensions=max(dimensions, default=0),
+            names=[name_of.get(id(parameter), "?") for parameter in parameters],
         )
+        recipes.append(recipe)
     return recipes
 
 

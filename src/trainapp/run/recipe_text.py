@@ -93,7 +93,9 @@ def _weights_lines(recipe: Recipe) -> list[str]:
         texts.append(_initial_weights_text(recipe.initial_weights))
     if recipe.training is not None and recipe.training.frozen is not None:
         texts.append(_frozen_text(recipe.training.frozen))
-    return [f"weights: {'; '.join(texts)}"] if texts else []
+    if not texts:
+        return []
+    return [f"weights: {'; '.join(texts)}"]
 
 
 def _initial_weights_text(weights: InitialWeights) -> str:
@@ -101,7 +103,8 @@ def _initial_weights_text(weights: InitialWeights) -> str:
         return f"the adapters' base begins with {weights.source}"
     text = f"{weights.tensors} of {plural(weights.of_tensors, 'tensor')} begin with model.init_from={weights.source}"
     if weights.left_as_initialised:
-        text += f", left as initialised: {listed(weights.left_as_initialised, MOST_FRESH)}"
+        names = listed(weights.left_as_initialised, MOST_FRESH)
+        text += f", left as initialised: {names}"
     return text
 
 
@@ -137,12 +140,21 @@ def _batch_text(batch: BatchRecipe) -> str:
 
 
 def _data_text(training: TrainingRecipe) -> str:
-    filled = [f"{setting}={value}" for setting, value in training.filled_from_data.items()]
-    sizes = f"sets {listed(filled, MOST_FILLED)}" if filled else "no model size filled in"
-    by_update = [f"{task} for {name}" for name, task in training.tasks_by_update.items()]
-    text = f"{sizes}; task {listed(by_update or [training.task])}"
+    # The sizes that the data sets.
+    text = "no model size filled in"
+    if training.filled_from_data:
+        filled = [f"{setting}={value}" for setting, value in training.filled_from_data.items()]
+        text = f"sets {listed(filled, MOST_FILLED)}"
+
+    # The task, or those of several updates.
+    tasks = [f"{task} for {name}" for name, task in training.tasks_by_update.items()]
+    if not tasks:
+        tasks = [training.task]
+    text += f"; task {listed(tasks)}"
     if training.task_arguments:
-        text += f" with {listed(f'{name}={value}' for name, value in training.task_arguments.items())}"
+        arguments = [f"{name}={value}" for name, value in training.task_arguments.items()]
+        text += f" with {listed(arguments)}"
+
     if training.objective is None:
         return f"{text}; {NO_BEST}, so the last checkpoint counts; {SET_OBJECTIVE}"
     return f"{text}, best checkpoint by {training.objective}"
@@ -160,20 +172,22 @@ def _optimizers_text(training: TrainingRecipe) -> str:
         rates = _rates_text(optimizer, training.schedule)
         options = f"{rates}{_options_text(optimizer)}{_decay_text(optimizer)}"
         texts.append(f"{_update_text(optimizer)}{optimizer.class_name}, {options}")
-    clip = training.grad_clip
-    texts.append("gradients are not clipped" if clip is None else f"gradients clipped to a norm of {clip:g}")
+    if training.grad_clip is None:
+        texts.append("gradients are not clipped")
+    else:
+        texts.append(f"gradients clipped to a norm of {training.grad_clip:g}")
     return "; ".join(texts)
 
 
 def _rates_text(optimizer: OptimizerRecipe, schedule: ScheduleRecipe) -> str:
     """Return the learning rates, and those of the first step where the schedule may begin with any factor."""
-    rates = f"lr {_range_text([group.lr for group in optimizer.groups])}"
+    rates = _range_text([group.lr for group in optimizer.groups])
     if not schedule.is_named_by_target:
-        return rates
-    first = _range_text([group.first_lr for group in optimizer.groups])
-    if rates == f"lr {first}":
-        return f"begins at {rates}"
-    return f"{rates}, begins at {first}"
+        return f"lr {rates}"
+    first_rates = _range_text([group.first_lr for group in optimizer.groups])
+    if rates == first_rates:
+        return f"begins at lr {rates}"
+    return f"lr {rates}, begins at {first_rates}"
 
 
 def _update_text(optimizer: OptimizerRecipe) -> str:
@@ -191,7 +205,9 @@ def _range_text(rates: Sequence[float]) -> str:
     """Return the rates of all groups."""
     low = min(rates)
     high = max(rates)
-    return f"{high:g}" if low == high else f"{low:g} to {high:g}"
+    if low == high:
+        return f"{high:g}"
+    return f"{low:g} to {high:g}"
 
 
 def _options_text(optimizer: OptimizerRecipe) -> str:
@@ -217,12 +233,15 @@ def _decay_text(optimizer: OptimizerRecipe) -> str:
     groups = [group for group in optimizer.groups if group.weight_decay is not None]
     if not groups:
         return ""
+
     decays = sorted({group.weight_decay for group in groups if group.weight_decay})
     if not decays:
         return ", no weight decay"
     largest = f"{decays[-1]:g}"
     if len(decays) > 1:
         largest = f"up to {largest}"
+
+    # Norms and biases are the usual exemption: anything else is named.
     exempt = [group for group in groups if not group.weight_decay]
     if not exempt:
         return f", weight decay {largest} on all parameters"
@@ -236,7 +255,8 @@ def _schedule_text(training: TrainingRecipe) -> str:
     schedule = training.schedule
     text: str = schedule.name
     if schedule.arguments:
-        text += f"({', '.join(f'{name}={value}' for name, value in schedule.arguments.items())})"
+        arguments = [f"{name}={value}" for name, value in schedule.arguments.items()]
+        text += f"({', '.join(arguments)})"
     if schedule.advances_with_each == "evaluation":
         text += f", advanced by {training.objective} after each evaluation"
     elif schedule.is_named_by_target:  # which a script may advance once per epoch
@@ -282,7 +302,8 @@ def _checks_text(training: TrainingRecipe) -> str:
     """Return the outcomes, each once, with all that was checked with it: the loss first, then the random draws."""
     clauses = []
     for outcome, modes_by_subject in _subjects_by_outcome(training.checks).items():
-        subjects_by_modes: dict[str, list[str]] = {}  # subjects with the same outcome in the same modes share a clause
+        # Subjects with the same outcome in the same modes share a clause.
+        subjects_by_modes: dict[str, list[str]] = {}
         for subject, modes in modes_by_subject.items():
             subjects_by_modes.setdefault(_modes_text(modes), []).append(subject)
         for modes_text, subjects in subjects_by_modes.items():
@@ -298,11 +319,13 @@ def _subjects_by_outcome(checks: dict[str, str]) -> dict[str, dict[str, list[str
 
     checks: the outcomes by subject and mode, such as `loss in training`; a subject alone is meant in evaluation.
     """
-    modes_of: dict[str, dict[str, list[str]]] = {}
-    for name in sorted(checks, key=lambda name: name.startswith("draws")):
+    draws_last = sorted(checks, key=lambda name: name.startswith("draws"))
+    subjects_by_outcome: dict[str, dict[str, list[str]]] = {}
+    for name in draws_last:
         subject, _, mode = name.partition(" ")
-        modes_of.setdefault(checks[name], {}).setdefault(subject, []).append(mode)
-    return modes_of
+        modes_by_subject = subjects_by_outcome.setdefault(checks[name], {})
+        modes_by_subject.setdefault(subject, []).append(mode)
+    return subjects_by_outcome
 
 
 _SUBJECTS = {"loss": "the loss", "padding": "the loss in padded halves", "draws": "random draws"}
@@ -312,8 +335,10 @@ def _modes_text(modes: list[str]) -> str:
     """Return `in evaluation and training`, `in chunks` or the like. modes: as in the names of `checks`."""
     texts = []
     for mode in modes:
-        is_named = mode.endswith(("in training", "in chunks"))
-        texts.append(mode if is_named else f"{mode} in evaluation".lstrip())
+        if mode.endswith(("in training", "in chunks")):
+            texts.append(mode)
+        else:
+            texts.append(f"{mode} in evaluation".lstrip())
     if texts[:2] == ["in evaluation", "in training"]:
         texts = ["in evaluation and training", *texts[2:]]
     return ", ".join(texts)
@@ -323,7 +348,8 @@ def _check_text(subjects: list[str], modes: str, outcome: str) -> str:
     """Return one clause: an outcome that begins with a verb continues the subject, any other follows a colon."""
     if subjects == ["draws"] and outcome == "none":
         return f"no random draws {modes}"
-    text = " and ".join(_SUBJECTS[subject] for subject in subjects) + f" {modes}"
+    names = " and ".join(_SUBJECTS[subject] for subject in subjects)
+    text = f"{names} {modes}"
     if subjects == ["loss", "padding"]:
         text = f"the loss {modes}, also in padded halves,"
     if outcome.startswith("not "):

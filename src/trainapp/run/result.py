@@ -56,11 +56,18 @@ class Result:
 
 
 def result_of(session: Session) -> Result:
-    """The run's result. Collective: call on every rank."""
-    progress, size = session.state.progress, session.sizes.train.size
-    of_memory = session.memory.peak, session.memory.peak_reserved
-    by_rank = session.ranks.all_gather_object((*of_memory, session.stop.facts if session.stop.agreed else None))
+    """Return the run's result. Collective: call on every rank."""
+    progress = session.state.progress
+    size = session.sizes.train.size
+
+    # What differs between ranks: their memory, and when a signal has reached them.
+    stop = session.stop.facts if session.stop.agreed else None
+    by_rank = session.ranks.all_gather_object((session.memory.peak, session.memory.peak_reserved, stop))
+    peaks = [peak for peak, _, _ in by_rank]
+    reserved_peaks = [reserved for _, reserved, _ in by_rank]
     stops = [stop for _, _, stop in by_rank if stop is not None]
+    latest_stop = max(stops, key=lambda stop: stop["seconds"] or 0.0, default=None)
+
     return Result(
         run_dir=Path(session.config.run_dir),
         objective=progress.objective,
@@ -76,14 +83,14 @@ def result_of(session: Session) -> Result:
         accumulation=session.batches.accumulation(size),
         oom_restarts=session.ranks.all_reduce_max(session.sizes.oom_restarts)[0],
         micro_schedule=session.sizes.micro_schedule(),
-        peak_memory_bytes=max(peak for peak, _, _ in by_rank),
-        peak_reserved_bytes=max(reserved for _, reserved, _ in by_rank),
+        peak_memory_bytes=max(peaks),
+        peak_reserved_bytes=max(reserved_peaks),
         samples_per_second=session.meter.samples_per_second(),
         seconds=session.meter.seconds,
         checkpoint=session.checkpointer.newest_name(),
         draws=_draws(session),
         depends_on_micro_batch=_dependence(session),
-        stopped=max(stops, key=lambda stop: stop["seconds"] or 0.0, default=None),
+        stopped=latest_stop,
         ended=_why_ended(session),
     )
 
@@ -103,37 +110,50 @@ def _dependence(session: Session) -> list[str]:
 
 
 def _why_ended(session: Session) -> str | None:
-    """Why the run ended; None if nothing was trained."""
-    progress, train = session.state.progress, session.config.train
+    """Return why the run ended; None if nothing was trained."""
+    progress = session.state.progress
+    train = session.config.train
     if not session.config.activity.trains:
         return None
     if progress.stopped is not None:
         return progress.stopped
+
+    # All steps were made, unless a signal came before their evaluation.
     if session.is_finished and not (session.stop.agreed and session.awaits_evaluation):
-        by_steps = train.max_steps is not None and progress.step >= train.max_steps
-        return f"train.max_steps={train.max_steps}" if by_steps else f"train.max_epochs={train.max_epochs}"
+        if train.max_steps is not None and progress.step >= train.max_steps:
+            return f"train.max_steps={train.max_steps}"
+        return f"train.max_epochs={train.max_epochs}"
+
     if session.stop.agreed == TIME_IS_UP:
         return f"{named(TIME_IS_UP)}={train.max_time}"
-    return named(session.stop.agreed) if session.stop.agreed else None
+    if session.stop.agreed:
+        return named(session.stop.agreed)
+    return None
 
 
 def _note(progress: Progress, has_best: bool) -> str | None:
     """Return why the objective is not a number, and whether it ever was; None if it is one, or without an evaluation.
 
-    has_best: otherwise only the last evaluation is known.
+    Args:
+        progress: the run's.
+        has_best: whether the best value is known; otherwise only that of the last evaluation is.
     """
     if progress.objective is None or math.isfinite(progress.objective):
         return None
     was_never_finite = has_best and progress.best is None
-    return f"{progress.objective} at {'every' if was_never_finite else 'the last'} evaluation"
+    which = "every" if was_never_finite else "the last"
+    return f"{progress.objective} at {which} evaluation"
 
 
 def read(run_dir: Path) -> Result | None:
-    """The result written by `write`; None if it is missing, unreadable or of an older version."""
+    """Return the result written by `write`; None if it is missing, unreadable or of an older version."""
     try:
         facts = {"run_dir": run_dir} | json.loads((run_dir / RESULT).read_text())
-        facts["micro_schedule"] = Batch(micro_schedule=facts["micro_schedule"] or None).micro_schedule or {}
-        return Result(**{own.name: facts[own.name] for own in fields(Result)})
+        # Its steps are numbers, of which JSON makes strings.
+        batch = Batch(micro_schedule=facts["micro_schedule"] or None)
+        facts["micro_schedule"] = batch.micro_schedule or {}
+        values = {field.name: facts[field.name] for field in fields(Result)}
+        return Result(**values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -163,7 +183,9 @@ def write_building_failure(config: Config, error: Exception) -> None:
 
 
 def _write_failure(run_dir: Path, error: Exception, facts: dict[str, Any]) -> None:
-    message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    message = str(error)
+    if not isinstance(error, UserError):
+        message = f"{type(error).__name__}: {message}"
     facts = {"failed": message, "error_kind": kind_of(error), **facts}
     with contextlib.suppress(OSError), atomic_write(run_dir / RESULT) as file:  # the error itself must be reported
         file.write(strict_json(facts, indent=1) + "\n")
@@ -186,8 +208,8 @@ def write(result: Result) -> None:
 
 def report(session: Session, result: Result) -> None:
     """Write result.json and the run's page, and print the summary."""
+    # The files. The result of a finished run stays when it is restarted.
     path = result.run_dir / RESULT
-    # That of a finished run stays when it is restarted.
     is_new = session.meter.samples or session.stop.agreed or read(result.run_dir) is None
     if session.config.activity.trains and is_new:
         try:
@@ -198,6 +220,8 @@ def report(session: Session, result: Result) -> None:
             page.write_runs([result.run_dir], result.run_dir / page.NAME)
         except Exception as error:  # the run is more important than its record
             session.tracker.warn_unwritable(result.run_dir / page.NAME, error)
+
+    # The terminal.
     if result.objective_note:
         log.warning("eval %s is %s", result.metric, result.objective_note)
     if session.config.mode != "lr_find":  # which ends with its suggestion
@@ -216,19 +240,25 @@ def print_summary(session: Session, result: Result) -> None:
     """Print the table at the end of a run."""
     config = session.config
     rows: list[tuple[str, str]] = []
+
+    # What came out.
     was_interrupted = config.mode == "eval" and session.stop.agreed
     if result.objective is not None and config.activity.computes_loss and not was_interrupted:
         rows.append((f"eval {result.metric}", _objective_text(session, result)))
     if config.activity.trains:
         rows.extend(_training_rows(session, result))
+
+    # Where more is to be seen.
     rows.append(("outputs", config.run_dir))
     page_path = result.run_dir / page.NAME
     if config.activity.trains and page_path.exists():
         rows.append(("page", shown(page_path)))
     if "tensorboard" in config.tracker and config.activity.computes_loss:
         rows.append(("TensorBoard", f"tensorboard --logdir {shown(result.run_dir)}"))
+
     width = max(len(name) for name, _ in rows)
-    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows), flush=True)
+    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    print("\n".join(lines), flush=True)
 
 
 def _objective_text(session: Session, result: Result) -> str:
@@ -272,5 +302,7 @@ def _micro_batch_text(session: Session) -> str:
     texts = []
     for update, size in session.sizes.usual_sizes(progress.step + progress.skipped).items():
         text = f"{size} x {session.batches.accumulation(size)}"
-        texts.append(f"{update} {text}" if update else text)
+        if update:
+            text = f"{update} {text}"
+        texts.append(text)
     return f"{', '.join(texts)} accumulated"

@@ -30,16 +30,21 @@ def origin(config: Config, continues: bool) -> Path | None:
         continues: whether the newest checkpoint in the run's directory comes before the one that
             `checkpointing.resume` names.
     """
+    # The run's own newest one.
     setting = config.checkpointing.resume
     directory = CheckpointDirectory(Path(config.run_dir))
-    newest = directory.newest() if continues or setting == "auto" else None
+    newest = None
+    if continues or setting == "auto":
+        newest = directory.newest()
     if newest is not None or setting in ("auto", "none"):
         return newest
 
+    # The one that is named, in a directory without checkpoints of its own.
     path = resolve(setting)
     is_in_directory = path.resolve().is_relative_to(Path(config.run_dir).resolve())
     if not config.activity.trains or is_in_directory or not directory.newest_name():
         return path
+
     # Another run's checkpoint, in a directory that has some: allowed where the same command continues.
     newest = directory.newest()
     if newest is not None:
@@ -70,14 +75,18 @@ def as_saved(config: Config, path: Path) -> Config:
     UserError for another seed or way of drawing on the command line.
     """
     saved = {"draws": "device"} | read_manifest(path)["config"]["train"]
+    seed = saved["seed"]
+    draws = saved["draws"]
     if config.activity.trains:
         _require_same_draws(config, saved, path)
-        train = dataclasses.replace(config.train, seed=saved["seed"], draws=saved["draws"])
+        train = dataclasses.replace(config.train, seed=seed, draws=draws)
         return dataclasses.replace(config, train=train)
+
     config = _with_saved_sections(config, path)
     _require_same_adapter(config, path)
-    draws = config.train.draws if config.chooses("train.draws") else saved["draws"]
-    train = dataclasses.replace(config.train, ema=saved["ema"], seed=saved["seed"], draws=draws)
+    if config.chooses("train.draws"):
+        draws = config.train.draws
+    train = dataclasses.replace(config.train, ema=saved["ema"], seed=seed, draws=draws)
     return dataclasses.replace(config, train=train)
 
 
@@ -106,6 +115,8 @@ def _with_saved_sections(config: Config, path: Path) -> Config:
     """
     saved = read_manifest(path)["config"]
     sections = {name: saved[name] for name in _sections_left_to_checkpoint(config) if name in saved}
+
+    # Single settings of the command line change the sections of the checkpoint.
     if "data" in sections:
         values = dataclasses.asdict(config.data)
         for setting in _settings_of_data(config):
@@ -116,8 +127,11 @@ def _with_saved_sections(config: Config, path: Path) -> Config:
     if "task_arguments" in sections:
         for setting in config.given:
             if setting.startswith("task."):
-                _change(sections["task_arguments"], config.task_arguments, setting.split(".")[1:])
-    return saved_config(path, dataclasses.asdict(config) | sections)
+                names = setting.split(".")[1:]
+                _change(sections["task_arguments"], config.task_arguments, names)
+
+    values_of_all = dataclasses.asdict(config) | sections
+    return saved_config(path, values_of_all)
 
 
 def _require_same_adapter(config: Config, path: Path) -> None:
@@ -160,14 +174,18 @@ def _sections_left_to_checkpoint(config: Config) -> list[str]:
         return []
     is_other_data = not {"data", "data._target_"}.isdisjoint(config.given)
     is_other_task = not {"task", "task._target_"}.isdisjoint(config.given)
-    is_chosen = {"data": is_other_data, "task": is_other_task, "task_arguments": is_other_task}
+    is_chosen = {name: config.chooses(name) for name in _MADE_OF}
+    is_chosen |= {"data": is_other_data, "task": is_other_task, "task_arguments": is_other_task}
+
+    # Sections that go with what is done, or with the data.
     if config.activity.writes_rows:
         is_chosen["metrics"] = True
         if config.mode == "generate" or config.predict.split in ("val", "train"):
             is_chosen["eval"] = True  # sets in `eval` are not opened
     elif is_other_data or _changes_data(config):
         is_chosen["eval"] = True  # these sets belong to the data of the run
-    return [name for name in _MADE_OF if not is_chosen.get(name, config.chooses(name))]
+
+    return [name for name in _MADE_OF if not is_chosen[name]]
 
 
 def _changes_data(config: Config) -> bool:
@@ -177,10 +195,10 @@ def _changes_data(config: Config) -> bool:
 
 def _change(settings: dict[str, Any], source: dict[str, Any], path: list[str]) -> None:
     """Set the setting at `path` to its value in `source`; remove it if `source` has none."""
-    name, *rest = path
-    if rest and name in source:
+    name, *names_below = path
+    if names_below and name in source:
         settings[name] = dict(settings.get(name) or {})
-        _change(settings[name], source[name], rest)
+        _change(settings[name], source[name], names_below)
     elif name in source:
         settings[name] = source[name]
     else:
@@ -200,16 +218,19 @@ def restore(session: Session, path: Path) -> dict[str, Any]:
     if session.objective.direction is None:  # an earlier version chose a best one nevertheless
         progress.best = None
         progress.best_step = None
+
+    # What has changed since then, in settings and data.
     verb = "loaded"
     if session.config.activity.trains:
         verb = "resumed from"
         _follow_settings(session, path)
         _follow_data(session, path, saved["sampler"])
-        left = session.batches.steps_left(progress.consumed)
-        if left is not None and left <= 0:  # another batch size or drop_last may leave nothing
+        steps_left = session.batches.steps_left(progress.consumed)
+        if steps_left is not None and steps_left <= 0:  # another batch size or drop_last may leave nothing
             progress.begin_next_epoch()
         _require_steps_left(session, path)
         session.measure_length()  # data or global batch may have changed, now or before this checkpoint
+
     if "draws" in saved["sizes"]:
         session.engine.draw_record.load_state_dict(saved["sizes"]["draws"])
     log.info("%s %s: step %d, epoch %d, %d samples", verb, path, progress.step, progress.epoch, progress.samples)
@@ -223,15 +244,18 @@ def _follow_settings(session: Session, path: Path) -> None:
     changes = resume_rules.changes(read_manifest(path)["config"], session.config.to_dict())
     if not changes:
         return
-    texts = (f"{change.name} {change.before} -> {change.now}" for change in changes)
+    texts = [f"{change.name} {change.before} -> {change.now}" for change in changes]
     log.info("other settings than in the checkpoint: %s", listed(texts, most=8))
+
+    # What had ended the run may not end it with other settings.
     progress = session.state.progress
     sections = {change.name.partition(".")[0] for change in changes}
     if progress.stopped is not None and sections & {"stopping", "callbacks"}:
         log.info("the run had ended (%s); with these settings it continues", progress.stopped)
         progress.stopped = None
-    metric = session.objective.metric
+
     # An objective such as `test/f1` depends on the definitions of the set `test` and of the metric `f1`.
+    metric = session.objective.metric
     redefined = {change.name.split(".")[1] for change in changes if change.name.startswith(("eval.", "metrics."))}
     is_other_objective = "objective" in sections or not redefined.isdisjoint(metric.split("/"))
     if is_other_objective and progress.best is not None:
@@ -253,6 +277,8 @@ def _follow_data(session: Session, path: Path, before: dict[str, Any]) -> None:
     """
     progress = session.state.progress
     batches = session.batches
+
+    # What has changed, in words.
     change = batches.source.misfit
     if before["order"] != batches.source.order_name:
         change = (
@@ -263,21 +289,20 @@ def _follow_data(session: Session, path: Path, before: dict[str, Any]) -> None:
         change = f"the training data has {batches.samples} samples, but had {before['samples']} when {path} was saved"
     if change is None:
         return
+
     if session.config.data.on_change == "refuse":
         raise UserError(
             f"data.on_change=refuse: {change}: the run would repeat some samples and omit others, or change its "
             "length; restore the data, use data.on_change=next_epoch, or start a new run (checkpointing.resume=none)"
         )
-    left = 0
+    # Leave the epoch that had begun, saying what it loses.
+    skipped = ""
     if progress.consumed:
-        left = before["samples"] - progress.consumed
+        samples_left = before["samples"] - progress.consumed
+        if samples_left > 0:
+            skipped = f", skipping {samples_left} samples of the previous epoch"
         progress.begin_next_epoch()
-    log.warning(
-        "%s: training continues with epoch %d%s (data.on_change=next_epoch)",
-        change,
-        progress.epoch,
-        f", skipping {left} samples of the previous epoch" if left > 0 else "",
-    )
+    log.warning("%s: training continues with epoch %d%s (data.on_change=next_epoch)", change, progress.epoch, skipped)
     batches.begin_epoch(progress.epoch)
 
 

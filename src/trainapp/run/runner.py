@@ -68,8 +68,10 @@ def run(config: Config, ranks: Ranks | None = None) -> Result:
         gc.freeze()
     ranks = ranks or SingleRank()
     stop = StopRequest(deadline_of("train.max_time", config.train.max_time, config.started))
-    stop.at_work = functools.partial(AtWork, is_saved=config.continues and resume.names_a_checkpoint(config))
+    is_saved = config.continues and resume.names_a_checkpoint(config)
+    stop.at_work = functools.partial(AtWork, is_saved=is_saved)
     with stop:
+        # One session, or one more after each error that only a new one can undo.
         outcome = _run_session(config, stop, ranks, started)
         while isinstance(outcome, CarriedOver):
             stop.at_work = AtWork
@@ -92,6 +94,7 @@ def _run_session(
         began: see `prepare`.
         carried: what an earlier session of this process has left.
     """
+    # Build it.
     try:
         with explain_out_of_memory(config, ranks):
             session = prepare(config, stop, ranks, carried, began)
@@ -100,10 +103,13 @@ def _run_session(
         if kind_of(error) == OUT_OF_MEMORY and config.activity.trains and ranks.is_rank_zero:
             write_building_failure(config, error)
         raise
-    is_on_cpu = session.state.device.type == "cpu"
-    guarded = host.guarded(config.memory, session.memory.total) if is_on_cpu else contextlib.nullcontext()
+
+    # Run it. On the CPU, the host's memory is the device's.
+    memory_guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if session.state.device.type == "cpu":
+        memory_guard = host.guarded(config.memory, session.memory.total)
     stop.at_work = functools.partial(stopping.at_work, session)
-    with contextlib.closing(session), guarded:
+    with contextlib.closing(session), memory_guard:
         first_states = _first_states(session, carried)
         if carried is None:
             _print_recipe(session)
@@ -121,6 +127,8 @@ def _run_session(
             raise
         if carried_over is not None:
             return dataclasses.replace(carried_over, first_states=first_states)
+
+    # Report it.
     result = result_of(session)
     if ranks.is_rank_zero:
         report(session, result)
@@ -144,11 +152,15 @@ def _first_states(session: Session, carried: CarriedOver | None) -> dict[str, An
     A task may be an object of a user's module, which outlives the session. Copies, without modules' tensors.
     """
     owners = session.state.stateful.owners
+
+    # A later session.
     if carried is not None:
         if session.config.checkpointing.resume == "none":
             for name, state in carried.first_states.items():
                 owners[name].restore(state)
         return carried.first_states
+
+    # The first one.
     states = {}
     for name, owner in owners.items():
         root = name.partition(".")[0]
@@ -262,11 +274,14 @@ def recover(session: Session, failure: Failure) -> CarriedOver | None:
 
     Return the state for a new session if this one cannot continue. Raises TrainingStopped if no smaller size is left.
     """
-    if not failure.by_peer:  # before the next line, which may end this worker: the restarted one resumes the counts
+    # Count before ranks agree, which may end this worker: the restarted one resumes the counts.
+    if not failure.by_peer:
         _count(session, failure)
     recovery.abort_on_all_ranks(session, failure)
     if failure.by_peer:  # only now does this rank know whether its peer was out of memory
         _count(session, failure)
+
+    # Then the state is that of before the step, and a smaller size is tried.
     if failure.host:
         host.give_memory_back()
     recovery.undo_attempt(session, failure)
@@ -286,19 +301,23 @@ def _count(session: Session, failure: Failure) -> None:
 
 def _carry_over(session: Session, failure: Failure) -> CarriedOver:
     """Restart from the last checkpoint, or from the start: parameters may be half updated, or written by a forward."""
+    # The checkpoint to start from. One that is still being written in the background may be the newest.
     config = session.config
-    session.checkpointer.finish()  # a checkpoint still being written in the background may be the newest
+    session.checkpointer.finish()
     # Until this run has saved one, its directory may have those of another branch, or of an earlier run.
     has_checkpoints = session.checkpointer.has_saved or any(session.ranks.all_gather_object(directory.has_restarted()))
     path = answered_by_rank_zero(session.ranks, lambda: resume.origin(config, has_checkpoints))
     if path is None:
         checkpoint_step = 0
         origin_text = "the start"
+        resumed = "none"
     else:
         checkpoint_step = read_manifest(path)["step"]
         origin_text = f"the checkpoint of step {checkpoint_step}"
-    checkpointing = dataclasses.replace(config.checkpointing, resume="none" if path is None else str(path))
+        resumed = str(path)
+    checkpointing = dataclasses.replace(config.checkpointing, resume=resumed)
 
+    # The size to start with.
     recovery.change_size(session, failure)
     repeated = session.state.progress.step - checkpoint_step
     failure.recovery.action = (
@@ -306,6 +325,7 @@ def _carry_over(session: Session, failure: Failure) -> CarriedOver:
         f"micro-batch {failure.recovery.old_size} -> {failure.recovery.new_size}"
     )
     recovery.report(session, failure)
+
     restart = session.sizes.state_dict()
     if not failure.evaluating:  # sizes of evaluations are then those of the checkpoint
         del restart[EVALUATION]

@@ -45,13 +45,19 @@ def model(run_dir: Path, which: str | Path, user_packages: Sequence[str]) -> nn.
         which: best, last, or a checkpoint.
         user_packages: the caller's. The checkpoint's are not trusted: they could import planted code.
     """
-    if str(which) == "best" and not _has_best(run_dir):
+    # The checkpoint.
+    name = str(which)
+    if name == "best" and not _has_best(run_dir):
         log.info("trainapp.load: %s, so this is the last checkpoint of %s", NO_BEST, run_dir)
-        which = "last"
-    named_paths = {"best": run_dir / CHECKPOINTS / BEST, "last": run_dir}
-    path = resolve(str(named_paths.get(str(which), which)), "trainapp.load: which")
-    saved = read_manifest(path)["config"]
-    config = saved_config(path, {name: saved[name] for name in (*BUILT_FROM, "train")})
+        name = "last"
+    if name == "best":
+        name = str(run_dir / CHECKPOINTS / BEST)
+    elif name == "last":
+        name = str(run_dir)
+    path = resolve(name, "trainapp.load: which")
+
+    # The settings that its model is built from.
+    config = _saved_sections(path, (*BUILT_FROM, "train"))
     config = dataclasses.replace(config, user_packages=list(user_packages))
     trained = _trained(config, path)
     if config.adapter.base_dtype == "bf16":
@@ -63,9 +69,15 @@ def _has_best(run_dir: Path) -> bool:
     """Return `Config.has_best` of the run in this directory; True if it has no checkpoint that tells."""
     for path in checkpoints_in(run_dir / CHECKPOINTS):
         with contextlib.suppress(OSError, ValueError):
-            saved = read_manifest(path)["config"]
-            return saved_config(path, {name: saved[name] for name in (*BUILT_FROM, "objective")}).has_best
+            return _saved_sections(path, (*BUILT_FROM, "objective")).has_best
     return True
+
+
+def _saved_sections(path: Path, sections: Sequence[str]) -> Config:
+    """Return a configuration with these sections of the checkpoint at `path`, and defaults for all else."""
+    saved = read_manifest(path)["config"]
+    values = {section: saved[section] for section in sections}
+    return saved_config(path, values)
 
 
 class Trained(NamedTuple):
@@ -80,18 +92,24 @@ def _trained(config: Config, path: Path) -> Trained:
     """Return the model of these settings with the weights in the checkpoint at `path`: their average if the run kept
     one.
     """
+    # On the CPU, in the dtype of the weights: no mode but `bf16_pure` has another one than fp32.
     config = with_claimed_settings(config)
-    has_half_weights = config.precision.mode == "bf16_pure"  # no other mode has weights in another dtype
+    precision = config.precision
+    if precision.mode != "bf16_pure":
+        precision = dataclasses.replace(precision, mode="fp32")
     config = dataclasses.replace(
         config,
         mode="export",
         train=dataclasses.replace(config.train, device="cpu", deterministic=False, detect_anomaly=False),
         data=dataclasses.replace(config.data, num_workers=0),
-        precision=dataclasses.replace(config.precision, mode="bf16_pure" if has_half_weights else "fp32"),
+        precision=precision,
     )
+
     with contextlib.closing(open_resources(config, SingleRank())) as resources:
         data = resources.targets.train_data
         built = build_model(config, resources)
+
+    # The weights, which must have been trained on data that is numbered alike.
     values = checkpointer.restore_model(built, path, resources.filled)
     with checkpointer.misfits_named(path):
         require_same_data(labels_of(data), getattr(data, "vocabulary", ""), values)
@@ -114,6 +132,7 @@ def export(config: Config) -> list[Path]:
     _require_no_other_weights(folder, has_adapters)
     _write_model(folder, trained, has_adapters)
 
+    # What stands beside the weights.
     save_tokenizer = getattr(trained.data, "save_tokenizer", None)
     if callable(save_tokenizer) and (has_adapters or is_of_transformers(trained.model)):
         save_tokenizer(folder)
@@ -125,7 +144,8 @@ def export(config: Config) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
         file.chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read
-    log.info("exported %s of weights to %s", bytes_text(sum(file.stat().st_size for file in files)), folder)
+    total_bytes = sum(file.stat().st_size for file in files)
+    log.info("exported %s of weights to %s", bytes_text(total_bytes), folder)
     return files
 
 
@@ -142,10 +162,13 @@ def _merge_adapters(model: nn.Module, config: Config) -> None:
 
 def _require_no_other_weights(folder: Path, has_adapters: bool) -> None:
     """Raise UserError for a folder with weights that the export would not replace."""
-    replaced = {"adapter_model.safetensors", "adapter_config.json"} if has_adapters else {"model.safetensors"}
-    other_weights = set()
+    replaced = {"model.safetensors"}
+    if has_adapters:
+        replaced = {"adapter_model.safetensors", "adapter_config.json"}
+    other_weights: set[str] = set()
     for pattern in ("*.safetensors", "*.safetensors.index.json", "adapter_config.json"):
-        other_weights |= {file.name for file in folder.glob(pattern)} - replaced
+        other_weights.update(file.name for file in folder.glob(pattern))
+    other_weights -= replaced
     if other_weights:
         raise UserError(
             f"export.folder={folder}: it holds other weights, which would be mixed with these "
@@ -175,5 +198,9 @@ def _write(path: Path, tensors: Mapping[str, Any]) -> None:
     for name, tensor in tensors.items():
         if torch.is_tensor(tensor):
             first_names.setdefault(id(tensor), name)
-    weights = {name: tensors[name].detach().clone().contiguous() for name in first_names.values()}
+
+    # Copies of their own: safetensors refuses tensors that share memory.
+    weights = {}
+    for name in first_names.values():
+        weights[name] = tensors[name].detach().clone().contiguous()
     save_file(weights, path, metadata={"format": "pt"})

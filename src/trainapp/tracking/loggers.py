@@ -81,7 +81,8 @@ def by_full_name(group: str, values: Mapping[str, float]) -> dict[str, float]:
     by_name = {}
     for name, value in values.items():
         is_full_name = "/" in name and group != "eval"
-        by_name[name if is_full_name else f"{group}/{name}"] = value
+        full_name = name if is_full_name else f"{group}/{name}"
+        by_name[full_name] = value
     return by_name
 
 
@@ -100,6 +101,7 @@ class TensorBoard(Logger):
         self._pending_events: list[tuple[Any, int, float]] = []  # summary, step, time
         self._written_at = 0.0  # in `time.monotonic`
 
+        # The run's settings: all of them as text, those of the command line also as hyperparameters.
         config = json.dumps(start.config, indent=2)
         self.text("config", textwrap.indent(config, "    "), start.step)  # Markdown shows indented text verbatim
         settings = _overrides(start.run_dir)
@@ -112,9 +114,12 @@ class TensorBoard(Logger):
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        summaries = [Summary.Value(tag=tag, simple_value=value) for tag, value in by_full_name(group, values).items()]
         # One event for all: `add_scalar` writes one per tag.
-        self._pending_events.append((Summary(value=summaries), step, time.time()))
+        summaries = []
+        for tag, value in by_full_name(group, values).items():
+            summaries.append(Summary.Value(tag=tag, simple_value=value))
+        event = (Summary(value=summaries), step, time.time())
+        self._pending_events.append(event)
         if time.monotonic() > self._written_at + FLUSH_INTERVAL:
             self._write()
 
@@ -319,19 +324,25 @@ class Mlflow(Logger):
         from mlflow.entities import Param  # late: an extra, and a second
         from mlflow.tracking import MlflowClient  # avoids the global state of the fluent API
 
-        uri = self.uri or os.environ.get("MLFLOW_TRACKING_URI") or (start.run_dir / "mlruns").resolve().as_uri()
+        uri = self.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            uri = (start.run_dir / "mlruns").resolve().as_uri()
         if uri.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # required by MLflow 3
         self._client = MlflowClient(tracking_uri=uri)
 
+        # Continue the run that an earlier process has begun there.
         path = start.run_dir / "trackers/mlflow.json"
         saved = json_object(path)
         if saved.get("uri") == uri:
             self._run_id = str(saved["id"])
             self._client.update_run(self._run_id, status="RUNNING")
             return
+
+        # Begin a new one.
         run_name = self.name or start.run_dir.name
-        self._run_id = self._client.create_run(self._experiment_id(), run_name=run_name).info.run_id
+        created = self._client.create_run(self._experiment_id(), run_name=run_name)
+        self._run_id = created.info.run_id
         save_for_resume(path, uri=uri, id=self._run_id)
         # Only once: MLflow rejects a changed parameter, such as the number of workers after a resume.
         params = [Param(name, str(value)[:MLFLOW_PARAM_LENGTH]) for name, value in flat(start.config)]
@@ -355,9 +366,15 @@ class Mlflow(Logger):
         self._send("metrics", metrics)
 
     def _send(self, kind: str, entities: Sequence[Any]) -> None:
-        """Send parameters or metrics, several per request. kind: a parameter of `MlflowClient.log_batch`."""
+        """Send parameters or metrics, several per request.
+
+        Args:
+            kind: a parameter of `MlflowClient.log_batch`.
+            entities: of this kind.
+        """
         for first in range(0, len(entities), MLFLOW_BATCH_SIZE):
-            self._client.log_batch(self._run_id, **{kind: entities[first : first + MLFLOW_BATCH_SIZE]})
+            batch = entities[first : first + MLFLOW_BATCH_SIZE]
+            self._client.log_batch(self._run_id, **{kind: batch})
 
     def text(self, tag: str, text: str, step: int) -> None:
         self._client.log_text(self._run_id, text, f"{tag}/step_{step:08d}_{time.time_ns()}.md")

@@ -31,9 +31,10 @@ def spread_over_ranks(scalars: dict[str, float], ranks: Ranks) -> dict[str, floa
     """Return the minimum and maximum of each memory scalar over ranks, with their ranks. Empty for a single rank."""
     if ranks.world_size == 1:
         return {}
-    spread: dict[str, float] = {}
     values_by_rank = ranks.all_gather_object([scalars[name] for name in _MEMORY_SCALARS])
-    for name, values in zip(_MEMORY_SCALARS, zip(*values_by_rank, strict=True), strict=True):
+    spread: dict[str, float] = {}
+    for index, name in enumerate(_MEMORY_SCALARS):
+        values = [values_of_rank[index] for values_of_rank in values_by_rank]
         smallest = min(values)
         largest = max(values)
         spread[f"{name}_min"] = smallest
@@ -175,6 +176,7 @@ class Meter:
 
     def scalars(self) -> dict[str, float]:
         """Return time, throughput and memory since the last call."""
+        # Time and throughput.
         before = self._last_logged
         self._last_logged = _Totals(self._training_seconds(), self.samples, self.waited)
         seconds = max(1e-9, self._last_logged.seconds - before.seconds)
@@ -183,11 +185,15 @@ class Meter:
             "data_wait": (self.waited - before.waited) / seconds,
             "skipped_steps": self.state.progress.skipped,
         }
+
+        # Memory.
         values |= self.memory.window()
         for category, size in self.static.items():
             values[f"memory/{category}"] = size
         values["memory/left_for_activations"] = max(0, self.memory.budget - sum(self.static.values()))
         values |= host.resident()
+
+        # What only some runs have: tokens, utilisation, loss scales.
         if self.counts_tokens:
             values["tokens_per_second"] = float(self._tokens) / seconds
             self._tokens = 0

@@ -69,10 +69,10 @@ class Progress:
         text = " | ".join(f"{name} {value}" for name, value in values.items())
         if self.live:
             self.bar.set_description_str(text, refresh=False)
-        else:
-            total = self.bar.total or "?"
-            log = logging.getLogger(__name__)
-            log.info("step %d/%s | %s | %s left", step, total, text, self._remaining_time(step))
+            return
+        total = self.bar.total or "?"
+        log = logging.getLogger(__name__)
+        log.info("step %d/%s | %s | %s left", step, total, text, self._remaining_time(step))
 
     def _remaining_time(self, step: int) -> str:
         """Return the time until the run's end, at the pace of this process; "?" if unknown."""
@@ -80,7 +80,8 @@ class Progress:
         if not self.bar.total or steps_made <= 0:
             return "?"
         seconds_per_step = (time.monotonic() - self._started_at) / steps_made
-        return tqdm.format_interval(seconds_per_step * (self.bar.total - step))
+        steps_left = self.bar.total - step
+        return tqdm.format_interval(seconds_per_step * steps_left)
 
     def close(self) -> None:
         """Close the bar, leaving it on the terminal."""

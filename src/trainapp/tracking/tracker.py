@@ -62,6 +62,7 @@ class Tracker:
         """
         self._append(METRICS, {"step": step, "samples": samples, **scalars})
         self.scalars(scalars, step, "train")
+
         shown = {"loss": f"{scalars['loss']:.4f}"}
         if metric in scalars:
             shown[metric] = f"{scalars[metric]:.3f}"
@@ -71,17 +72,21 @@ class Tracker:
 
     def _memory_text(self, peak: float, limit: float) -> str:
         text = f"{bytes_text(peak)} / {bytes_text(limit)}"
-        return f"{bar_text(peak / limit)} {text}" if self.progress.live else text
+        if self.progress.live:
+            text = f"{bar_text(peak / limit)} {text}"
+        return text
 
     def log_evaluation(self, step: int, samples: int, scalars: Mapping[str, float]) -> None:
         """Record one evaluation."""
         self._append(EVALUATIONS, {"step": step, "samples": samples, **scalars})
         self.scalars(scalars, step, "eval")
+
         texts = [f"{name} {value:.4f}" for name, value in scalars.items()]
         shown = texts[:MOST_SHOWN]
         if len(texts) > MOST_SHOWN:
             shown.append(f"and {len(texts) - MOST_SHOWN} more")
-        log.info("step %d evaluated | %s", step, " | ".join(shown))
+        shown_text = " | ".join(shown)
+        log.info("step %d evaluated | %s", step, shown_text)
 
     def scalars(self, values: Mapping[str, float], step: int, group: str = "callbacks") -> None:
         """Send scalars to the loggers; those of callbacks are also lines of callbacks.jsonl."""
@@ -117,7 +122,8 @@ class Tracker:
                     bound_method(*arguments)
             except Exception as error:
                 del self._working_loggers[name]
-                reason = str(error).strip().partition("\n")[0] or "no message"
+                first_line = str(error).strip().partition("\n")[0]
+                reason = first_line or "no message"
                 text = "tracker.%s failed in %s (%s: %s); the run continues without it"
                 log.warning(text, name, method, type(error).__name__, reason)
 
@@ -173,6 +179,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
     """Drop a file's lines of later steps, if it exists: a new run has none yet."""
     if not path.exists():
         return
-    lines = [facts for facts in json_lines(path) if facts.get("step", math.inf) <= step]
     with atomic_write(path) as file:
-        file.writelines(json.dumps(facts) + "\n" for facts in lines)
+        for facts in json_lines(path):
+            if facts.get("step", math.inf) <= step:
+                file.write(json.dumps(facts) + "\n")

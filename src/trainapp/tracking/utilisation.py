@@ -95,7 +95,11 @@ class Utilisation(DispatchMode):
         self._backward_flops = 0
         with self:
             yield
-        backward_flops = 2 * self._forward_flops if self._recomputes else self._backward_flops
+
+        # Recomputation is no work of the model, but was counted with the backward.
+        backward_flops = self._backward_flops
+        if self._recomputes:
+            backward_flops = 2 * self._forward_flops
         self.flops_per_sample[update] = (self._forward_flops + backward_flops) / samples
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
