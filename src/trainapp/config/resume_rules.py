@@ -103,7 +103,11 @@ def _each_setting(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[st
     """Yield the names and values of all settings, as a user writes them. Arguments come last: one with the name of a
     setting was written instead of it, see `claimed_settings`.
     """
-    for key, value in sorted(values.items(), key=lambda item: item[0] == "arguments"):
+    keys = [key for key in values if key != "arguments"]
+    if "arguments" in values:
+        keys.append("arguments")
+    for key in keys:
+        value = values[key]
         name = prefix + _AS_WRITTEN.get(key, key)
         if name in _NOT_COMPARED:
             continue
@@ -120,4 +124,6 @@ def _each_setting(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)
