@@ -42,15 +42,18 @@ def build(settings: Sweep, space: Space) -> Propose:
 
     def propose(number: int, trials: Sequence[Trial], direction: str) -> Proposal | None:
         configurations = {trial.values for trial in trials}
+
+        # A draw may repeat a configuration: draw again, from another seed.
         if draw is not None:
             for draw_number in range(_MOST_DRAWS):
                 proposal = draw([settings.seed, number, draw_number], trials, direction)
                 values, _ = proposal
                 if values not in configurations:
                     return proposal
+
+        # What draws have missed of a finite space, or a grid, in order.
         if space.intervals:
             return None
-        # What draws have missed of a finite space, or a grid, in order.
         for values in space.grid():
             if values not in configurations:
                 return values, {}
@@ -82,7 +85,8 @@ def _random(space: Space) -> Draw:
 
     def draw(seed: list[int], trials: Sequence[Trial], direction: str) -> Proposal:
         rng = np.random.default_rng(seed)
-        return tuple(_random_text(dimension, rng) for dimension in space.dimensions), {}
+        texts = [_random_text(dimension, rng) for dimension in space.dimensions]
+        return tuple(texts), {}
 
     return draw
 
@@ -90,13 +94,17 @@ def _random(space: Space) -> Draw:
 def _random_text(dimension: Dimension, rng: np.random.Generator) -> str:
     """Return a random value, as in an override."""
     if dimension.values:
-        return dimension.values[rng.integers(len(dimension.values))]
+        position = rng.integers(len(dimension.values))
+        return dimension.values[position]
+    value: Any
     if dimension.is_log:
         logarithm = rng.uniform(math.log(dimension.low), math.log(dimension.high))
-        return dimension.text(math.exp(logarithm))
-    if dimension.is_whole:
-        return dimension.text(rng.integers(int(dimension.low), int(dimension.high) + 1))
-    return dimension.text(rng.uniform(dimension.low, dimension.high))
+        value = math.exp(logarithm)
+    elif dimension.is_whole:
+        value = rng.integers(int(dimension.low), int(dimension.high) + 1)
+    else:
+        value = rng.uniform(dimension.low, dimension.high)
+    return dimension.text(value)
 
 
 def _of_optuna(sampler: str | Target, space: Space) -> Draw:
@@ -111,16 +119,23 @@ def _of_optuna(sampler: str | Target, space: Space) -> Draw:
     takes_seed = "seed" in parameters_of(sampler_class)
 
     def draw(seed: list[int], trials: Sequence[Trial], direction: str) -> Proposal:
-        seed_argument = {}
+        # The user's own seed, if there is one, replaces this.
+        keywords: dict[str, Any] = {}
         if takes_seed:
-            seed_argument["seed"] = int(np.random.default_rng(seed).integers(2**32))
+            rng = np.random.default_rng(seed)
+            keywords["seed"] = int(rng.integers(2**32))
+        keywords |= arguments
+
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # parts of Optuna are experimental by its own word
-            study = study_of(space, trials, direction, sampler_class(**seed_argument | arguments))
+            optuna_sampler = sampler_class(**keywords)
+            study = study_of(space, trials, direction, optuna_sampler)
         values = study.ask(distributions_of(space)).params
-        texts = tuple(dimension.text(values[dimension.key]) for dimension in space.dimensions)
-        return texts, study.get_trials(deepcopy=False)[-1].system_attrs
+        texts = [dimension.text(values[dimension.key]) for dimension in space.dimensions]
+        asked_trial = study.get_trials(deepcopy=False)[-1]
+        return tuple(texts), asked_trial.system_attrs
 
+    # A first draw shows mistakes in the arguments before the sweep begins.
     try:
         draw([0], [], "")
     except (TypeError, ValueError, ImportError) as error:
@@ -159,10 +174,12 @@ def _as_optuna(space: Space, trial: Trial) -> Any:
     """Return a trial in Optuna's terms."""
     from optuna.trial import create_trial
 
+    # A trial that was stopped has no final value, but its best so far says something, too.
     best = trial.facts.get("best_objective")
     rung_values = {rung: value for rung, value in trial.rung_values.items() if value is not None}
     if trial.state == "stopped" and best is not None:
         rung_values[_AFTER_ALL_RUNGS] = best
+
     parameters = {}
     for dimension, text in zip(space.dimensions, trial.values, strict=True):
         parameters[dimension.key] = dimension.value(text)
@@ -220,14 +237,17 @@ def importances(space: Space, trials: Sequence[Trial], direction: str) -> dict[s
     """Return the share of each setting in the differences between trials, by PED-ANOVA (Watanabe et al. 2023,
     arXiv:2304.10255); empty without Optuna, or with fewer than `_FEWEST_FOR_IMPORTANCE` finished trials.
     """
-    if sum(trial.state == "finished" for trial in trials) < _FEWEST_FOR_IMPORTANCE:
+    finished = [trial for trial in trials if trial.state == "finished"]
+    if len(finished) < _FEWEST_FOR_IMPORTANCE:
         return {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             from optuna import importance
 
+            study = study_of(space, trials, direction)
             evaluator = importance.PedAnovaImportanceEvaluator()
-            return dict(importance.get_param_importances(study_of(space, trials, direction), evaluator=evaluator))
+            shares = importance.get_param_importances(study, evaluator=evaluator)
         except (ImportError, ValueError, RuntimeError):
             return {}
+    return dict(shares)
