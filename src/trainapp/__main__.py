@@ -73,7 +73,7 @@ def _run_job(composed: DictConfig, run_dir: str, by_launcher: bool) -> float | N
         command = command_line.command([*flags, *overrides], run_dir)
         config = compose.from_hydra(composed, run_dir, command, overrides)
 
-        # Other sweepers than ours may optimize; theirs may be an enumeration such as `Direction.maximize`.
+        # The direction of another sweeper, possibly an enumeration member such as `Direction.maximize`.
         direction = OmegaConf.select(hydra_config.sweeper, "direction")
         if direction:
             direction_name = str(getattr(direction, "name", direction))
@@ -90,7 +90,7 @@ def _run_job(composed: DictConfig, run_dir: str, by_launcher: bool) -> float | N
 
 def main() -> None:
     """Run the command line. A UserError ends it with one message and its exit code; others keep a traceback."""
-    # Commands beside training. Some leave the arguments of a run or a sweep, which follows.
+    # Commands beside training. Some leave the arguments of a run or a sweep that follows.
     if len(sys.argv) > 1 and sys.argv[1] in commands.COMMANDS:
         try:
             is_followed = commands.run(sys.argv[1], sys.argv[2:])

@@ -179,6 +179,8 @@ def _run(config: Config) -> None:
     try:
         if config.parallel.strategy != "single":
             return _run_as_command(config)
+
+        # In this process. Torch is imported below, once the process is prepared.
         with launch.locked(config.run_dir), _as_before(config.memory.expandable_segments):
             from trainapp.run import runner
 
@@ -186,6 +188,7 @@ def _run(config: Config) -> None:
             with _logged(Path(config.run_dir)):
                 runner.run(config)
     except Interrupted as stopped:
+        # A run that its time limit has ended returns as one that has finished.
         if stopped.signal == signal.SIGINT:
             raise KeyboardInterrupt from None
         if stopped.signal != TIME_IS_UP:
@@ -255,7 +258,7 @@ def _run_as_command(config: Config) -> None:
         sent.append(number)
         process.send_signal(number)
 
-    # By this interpreter, with the users' modules, too.
+    # The same interpreter, which finds the same modules.
     arguments = shlex.split(config.command)[1:]
     import_path = os.pathsep.join(filter(None, sys.path))
     with subprocess.Popen(

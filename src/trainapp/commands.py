@@ -78,7 +78,7 @@ def rerun(arguments: Sequence[str]) -> list[str]:
     folder = _folder("rerun", arguments)
     previous_arguments, working_directory = _start_of_run("rerun", folder)
 
-    # Relative to the caller's directory, which is left.
+    # Resolve paths before leaving the caller's directory.
     changes = [_with_absolute_directory(argument) for argument in arguments[1:]]
     _enter(working_directory)
 

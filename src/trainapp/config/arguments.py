@@ -44,7 +44,7 @@ def check_arguments(
     named = [name for name, parameter in parameters.items() if parameter.kind in NAMED]
     errors: list[str] = []
 
-    # Names that the target does not have, unless it has `**keywords`.
+    # Unknown names, unless the target takes `**keywords`.
     kinds = {parameter.kind for parameter in parameters.values()}
     if inspect.Parameter.VAR_KEYWORD not in kinds:
         settable = [name for name in named if name not in ("params", "self")]
@@ -52,14 +52,14 @@ def check_arguments(
             if name not in named:
                 errors.append(f"{path}.{name}: {_no_such_setting(name, settable)}")
 
-    # Parameters without a default that nobody sets.
+    # Required parameters that are not set.
     available = {*arguments, *provided}
     for name in named:
         is_required = parameters[name].default is inspect.Parameter.empty
         if is_required and name not in available:
             errors.append(f"{path}.{name}: required, but not set")
 
-    # Values of another type than annotated; the default itself may be one, as in `size: int = None`.
+    # Values that do not match their annotation. The default itself need not: `size: int = None`.
     annotations = _annotations_of(target)
     for name, value in arguments.items():
         if name not in annotations or _holds_target(value):

@@ -37,7 +37,7 @@ def with_claimed_settings(config: Config) -> Config:
         optimizer = _with_claims(config, f"updates.{number}.optimizer", update.optimizer)
         updates.append(dataclasses.replace(update, optimizer=optimizer))
 
-    # Beside updates the common optimizer is only what theirs start from, and is not built.
+    # With updates, the common optimizer is only what theirs start from, and is never built.
     common_optimizer = config.optimizer
     if not updates:
         common_optimizer = _with_claims(config, "optimizer", common_optimizer)

@@ -67,7 +67,8 @@ def _flags_first(arguments: Sequence[str]) -> list[str]:
     overrides = []
     previous = ""
     for argument in arguments:
-        if argument.startswith("-") or previous in _FLAGS_BEFORE_A_VALUE:
+        is_value_of_flag = previous in _FLAGS_BEFORE_A_VALUE
+        if argument.startswith("-") or is_value_of_flag:
             flags.append(argument)
         else:
             overrides.append(argument)
@@ -120,6 +121,7 @@ def command(flags_and_overrides: Iterable[str], run_dir: str = "") -> str:
 
 def flags(hydra_config: HydraConf | DictConfig) -> list[str]:
     """Return Hydra's flags on the command line that decide what is composed."""
+    # Where Hydra looks for files, besides the program's own.
     config_dirs = []
     config_paths = []
     for source in hydra_config.runtime.config_sources:
@@ -128,11 +130,12 @@ def flags(hydra_config: HydraConf | DictConfig) -> list[str]:
         elif source.provider == "main" and source.path != str(CONF):
             config_paths.append(f"--config-path={source.path}")
 
-    texts = [*config_dirs, *config_paths]
+    # The configuration to start from.
+    config_name = []
     name = hydra_config.job.config_name
     if name != "train":
-        texts.append(f"--config-name={name}")
-    return texts
+        config_name.append(f"--config-name={name}")
+    return [*config_dirs, *config_paths, *config_name]
 
 
 def overrides(hydra_config: HydraConf) -> list[str]:
@@ -157,7 +160,7 @@ def quoted(value: str) -> str:
     """Return `value` in quotes, as Hydra and OmegaConf read it back: `${` does not start an interpolation. Backslashes
     are literal except before a quote and before `${`.
     """
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # those before it are doubled, and one more makes it literal
     text = re.sub(r"(\\*)'", r"\1\1\\'", text)
     text = re.sub(r"(\\+)\Z", r"\1\1", text)  # before the closing quote
     return f"'{text}'"
@@ -171,7 +174,7 @@ def with_changes(texts: Iterable[str], changes: Iterable[str]) -> list[str]:
     by_setting = {_setting_of(text): text for text in texts}
     changes = list(changes)
 
-    # Before any change is entered: one of them may name a class itself.
+    # Drop classes first: a change may itself name one.
     for change in changes:
         if "=" in change and not change.startswith("~"):
             _drop_class(by_setting, _setting_of(change))

@@ -70,6 +70,8 @@ def _without_callers_hydra() -> Iterator[None]:
     callers_hydra = global_hydra.hydra
     callers_job_name = job_runtime.get("name")
     callers_version_base = version.version_base
+
+    # A second initialization overwrites all three.
     global_hydra.clear()
     try:
         yield
@@ -143,7 +145,7 @@ def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "", given
         for message in messages(error, "", _known_keys):
             errors.append(_as_written(message))
 
-    # Settings that conflict: only of valid values.
+    # Conflicts are only checked between valid values.
     if not errors:
         errors = excludes.conflicts(config)
     if errors:

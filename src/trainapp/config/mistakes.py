@@ -51,7 +51,7 @@ def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return None
 
-    # Without what does not help to correct it.
+    # Strip what does not help to correct the mistake.
     text = str(error).strip().partition("\nConfig search path:")[0].strip()
     text = re.sub(r"^Error when parsing index: .*\n", "", text)  # Hydra 1.4 repeats all overrides there
 
@@ -65,7 +65,7 @@ def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
     if missing_setting is not None:
         return _explain_missing_setting(missing_setting[1], error)
 
-    # All others in Hydra's words, with those of the cause, which often say more.
+    # Everything else in Hydra's words, plus those of the cause, which often say more.
     cause = str(error.__cause__ or "").strip()
     if cause not in text:
         text = f"{text}\n{cause}"

@@ -55,7 +55,7 @@ def _create_defaults_list(
         return defaults
     composition = _Composition(repo, defaults, overrides_list)
 
-    # First of two files that name classes, then of a file or the command line over an option.
+    # First a class over the class of another file, then a class over an option.
     for section in composition.sections():
         composition.leave_out_other_classes(section)
     for option in composition.options():
@@ -187,7 +187,7 @@ class _Composition:
         if class_is_on_command_line:
             return not option_is_on_command_line
 
-        # A class in a file replaces it, unless the same file chooses it. Who chooses it later gets an error.
+        # A class in a file replaces it, unless the same file chooses it. Choosing it later is an error.
         class_file = self._last_file_naming_a_class(option)
         if class_file is None:
             return False

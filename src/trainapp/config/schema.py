@@ -169,7 +169,7 @@ class Target:
         try:
             return validate(node)
         except ValidationError as error:
-            # Where all mistakes are values of settings; any other is a mistake with every class.
+            # Only if every mistake is the value of a setting: any other mistake is one for every class.
             wrong_names = {details["loc"][0] for details in error.errors() if details["loc"]}
             is_of_user = isinstance(node, dict) and _is_users_class(node.get("_target_"))
             if not is_of_user or not wrong_names <= setting_names(cls):

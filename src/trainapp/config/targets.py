@@ -58,7 +58,7 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
     if not is_dotted or not all(part.isidentifier() for part in target.split(".")):
         raise UserError(f"{setting}={target}: must be the dotted name of a class or function, such as torch.nn.Linear")
 
-    # The import runs code: the name must be allowed before.
+    # Importing runs code, so the name must be allowed first.
     _require_allowed(target, target, setting, user_packages)
     module_name, _, name = target.rpartition(".")
     module = _import(module_name, f"{setting}={target}")
@@ -150,13 +150,13 @@ def _require_allowed(name: str, target: str, setting: str, user_packages: Sequen
     if is_defined_elsewhere:
         origin = f"is defined in {module_name or 'no module'}, "
 
-    # Only a package of the user's may be allowed.
+    # Only the user's own packages can be allowed.
     if package == "trainapp":
         remedy = "its other modules are not meant to be named: put a function or class of your own around it"
     elif is_defined_elsewhere and package in ("", *sys.stdlib_module_names):
         remedy = "define a function or class of your own that uses it"
     else:
-        # With those that are allowed already: a list on the command line replaces the one in a YAML file.
+        # Include packages already allowed: a list on the command line replaces the one in a YAML file.
         packages = [user_package for user_package in user_packages if not user_package.startswith("trainapp.")]
         packages.append(package)
         remedy = f"if it is yours, allow it with 'user_packages=[{','.join(packages)}]'"
@@ -325,7 +325,7 @@ def _build_target(node: dict[str, Any], setting: str, user_packages: Sequence[st
     target = locate(node["_target_"], f"{setting}._target_", user_packages)
     arguments = {key: value for key, value in node.items() if key not in ("_target_", "_args_", "_partial_")}
 
-    # Positional arguments are bound first: the signature of the partial, by which the others are checked, lacks them.
+    # Bind positional arguments first: the others are checked against the signature that is left.
     if "_args_" in node:
         positional = _build(node["_args_"], f"{setting}._args_", user_packages, spec)
         if spec is not None:
@@ -345,7 +345,7 @@ def _build_partial(
     if spec is None:
         return functools.partial(target, **_build(arguments, setting, user_packages))
 
-    # A null for what the spec knows is unset.
+    # A null counts as unset where the spec has a value.
     written = {name: value for name, value in arguments.items() if value is not None or name not in spec.values}
     spec.note(written, setting)
     values = _build(written, setting, user_packages, spec)

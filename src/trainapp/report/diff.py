@@ -79,7 +79,7 @@ def compare(a: Path, b: Path, which: int | str | None = None) -> Comparison:
     record_of_b = differences.read_record(b, last_step)
     records = (record_of_a, record_of_b)
 
-    # How far both have trained: nothing after the step that was asked for counts.
+    # How far each has trained, up to the requested step.
     steps_of_a = record_of_a.steps
     steps_of_b = record_of_b.steps
     if last_step is not None:
@@ -137,7 +137,7 @@ def lines_of(comparison: Comparison) -> Iterator[str]:
     """Yield the text without the last sentence."""
     yield from _aligned([_run_row("A", comparison.a), _run_row("B", comparison.b)])
 
-    # With what they were started.
+    # How they were started.
     settings = None
     if comparison.settings is not None:
         settings = [Pair(change.name, change.before, change.now) for change in comparison.settings]
@@ -145,7 +145,7 @@ def lines_of(comparison: Comparison) -> Iterator[str]:
     yield from _pairs_section("versions and hosts", comparison.environment)
     yield from _pairs_section("entries of the recipe", comparison.recipe, f"at least one run has no {RECIPE}")
 
-    # What they have computed.
+    # What they computed.
     yield from _log_section("training", comparison.train)
     yield from _log_section("evaluations", comparison.evaluations)
     yield from _evaluations_of_one(comparison)
@@ -249,6 +249,7 @@ def _weights_section(comparison: Comparison) -> Iterator[str]:
 
 def _tensor_rows(weights: "CheckpointDifference") -> Iterator[str]:
     """Yield the tensors that differ, in values or in shape."""
+    # Tensors of equal shape, with the distance of their values.
     if weights.weights:
         rows = [["  tensor", "largest", "relative"]]
         for tensor in weights.weights[:_MOST_ROWS]:
@@ -259,6 +260,8 @@ def _tensor_rows(weights: "CheckpointDifference") -> Iterator[str]:
         yield from _aligned(rows)
     if len(weights.weights) > _MOST_ROWS:
         yield f"  and {len(weights.weights) - _MOST_ROWS} more"
+
+    # Tensors of different shapes, whose values cannot be compared.
     for name, shape_of_a, shape_of_b in weights.shapes[:_MOST_ROWS]:
         yield f"  {name}: shape {shape_of_a} -> {shape_of_b}"
     if len(weights.shapes) > _MOST_ROWS:
@@ -330,7 +333,7 @@ def verdict(comparison: Comparison) -> tuple[str, int]:
     if has_other_length:
         return f"identical bit for bit as far as both go; {lengths}", DIFFERENT
 
-    # Identical, as far as something was compared.
+    # Identical in everything that was compared.
     if weights is None:
         return "identical bit for bit in all logged values; the weights were not compared", IDENTICAL
     state = f"weights and optimizer of step {weights.steps[0]}"
@@ -374,13 +377,13 @@ def _describe_difference(comparison: Comparison) -> str:
             f"and all weights together is {largest:.2g}"
         )
 
-    # From where on, and why or where to look.
+    # Where the difference begins, and its cause or where to look for it.
     reasons = [dependence] if dependence else [*circumstances, *_advice(comparison)]
     sentence = f"different {start}"
     if reasons:
         sentence += f": {'; '.join(reasons)}"
 
-    # What speaks for rounding nevertheless.
+    # Evidence for rounding all the same.
     if is_small:
         sentence += f"; within rounding ({largest:.2g} at most)"
         if changes:
@@ -434,6 +437,8 @@ def _circumstances(comparison: Comparison) -> list[str]:
     if step is None:
         return []
     texts = []
+
+    # Sizes that differ only after this step are listed, too, but are not the cause.
     other_sizes = comparison.other_sizes
     if other_sizes is not None:
         is_later = comparison.a.attempt_of(step) < other_sizes
@@ -472,7 +477,7 @@ def _advice(comparison: Comparison) -> list[str]:
     step = train.scalars[0].step
     kinds = {kind_of(scalar.name) for scalar in train.scalars if scalar.step == step}
 
-    # What differs at once says which part of a step is the cause.
+    # What differs first shows which part of a step is the cause.
     if "lr" in kinds:
         return ["look at the learning rate and its schedule"]
     if "loss" in kinds and step == 1:
@@ -480,14 +485,14 @@ def _advice(comparison: Comparison) -> list[str]:
     if "grad_norm" in kinds and step == 1:
         return ["the loss is equal, look at the backward (precision, micro-batches, recomputation)"]
 
-    # Without the step before in the log, the difference may have begun earlier.
+    # If the previous step was not logged by both, the difference may have begun earlier.
     equal_step = train.step_before(step)
     if equal_step is None:
         return [f"no earlier step was logged by both; {_FINER_LOG}"] if step > 1 else []
     if equal_step < step - 1:
         return [f"all was equal in step {equal_step}; {_FINER_LOG}"]
 
-    # Otherwise it has begun between the two steps: by a resume, or by the update.
+    # Otherwise it began between the two steps: with a resume or with the update.
     if not kinds & {"loss", "grad_norm"}:
         return []
     resumed_after = [after_step for _, after_step in _resumes_before(comparison, step)]

@@ -175,8 +175,12 @@ def environment(a: RunRecord, b: RunRecord) -> list[Pair]:
     """Return versions, hosts and numbers of ranks that differ, as far as both runs have recorded them."""
     facts_of_a = _environment(a)
     facts_of_b = _environment(b)
-    common_of_a = {name: fact for name, fact in facts_of_a.items() if name in facts_of_b}
-    common_of_b = {name: fact for name, fact in facts_of_b.items() if name in facts_of_a}
+    common_of_a = {}
+    common_of_b = {}
+    for name in facts_of_a:
+        if name in facts_of_b:
+            common_of_a[name] = facts_of_a[name]
+            common_of_b[name] = facts_of_b[name]
     return _pairs(common_of_a, common_of_b)
 
 
@@ -239,7 +243,7 @@ def first_other_sizes(a: RunRecord, b: RunRecord) -> int | None:
     sizes_of_a = a.sizes_by_attempt
     sizes_of_b = b.sizes_by_attempt
 
-    # Sizes change only in the attempts that one of the runs names.
+    # Sizes change only at the attempts listed in either schedule.
     differing_attempts = []
     for update in sizes_of_a.keys() & sizes_of_b.keys():
         schedule_of_a = sizes_of_a[update]
@@ -274,7 +278,7 @@ def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Pair]:
 
 def logs(a: Mapping[str, Curve], b: Mapping[str, Curve]) -> LogDifference:
     """Compare what two runs have logged in the steps that both have logged."""
-    # Scalars that both have, in order of what may be the cause.
+    # Scalars that both have, likely causes first.
     differing = []
     equal = []
     for name in a.keys() & b.keys():

@@ -42,6 +42,7 @@ def write_runs(folders: Sequence[Path], path: Path) -> None:
         run["name"] = name
     _replace_curves_by_points(runs)
 
+    # A single run also has its numbers above the charts; those of several are in a table.
     if len(runs) == 1:
         head = _head(runs[0])
     else:
@@ -246,6 +247,7 @@ def _differences(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _incidents(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return tables of out-of-memory errors, and of the notes and warnings in the log."""
+    # A row per incident; where there are several runs, it begins with the name of its run.
     oom_header = ["step", "out of memory in", "asked for", "in use", "limit", "what followed", "time lost"]
     note_header = ["time", "level", "notes and warnings"]
     oom_rows: list[list[str]] = []
@@ -276,8 +278,15 @@ def _oom_cells(oom: Mapping[str, Any]) -> list[str]:
     location = oom["phase"]
     if oom["module"]:
         location += f" ({oom['module']})"
-    sizes = [memory_text(oom[name]) for name in ("requested", "used", "limit")]
-    return [str(oom["step"]), location, *sizes, oom["action"], seconds_text(oom["seconds_lost"])]
+    return [
+        str(oom["step"]),
+        location,
+        memory_text(oom["requested"]),
+        memory_text(oom["used"]),
+        memory_text(oom["limit"]),
+        oom["action"],
+        seconds_text(oom["seconds_lost"]),
+    ]
 
 
 def _configuration(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -85,12 +85,12 @@ class Curve:
         steps = np.array(self.steps)
         values = np.array(self.values)
 
-        # Without loss: points on a level line.
+        # Drop points inside level stretches, which loses nothing.
         is_corner = _corners(values)
         steps = steps[is_corner]
         values = values[is_corner]
 
-        # The rest by parts, up to three points of each.
+        # Then keep up to three points of each part.
         if len(steps) > most:
             part_count = max(1, most // 3)
             positions = _extremes(values, part_count)
@@ -119,13 +119,13 @@ def _extremes(values: np.ndarray, part_count: int) -> np.ndarray:
     padded[: len(values)] = values
     rows = padded.reshape(row_count, width)
 
-    # In each row, as columns.
+    # The column of each extreme, by row.
     is_nan = np.isnan(rows)
     smallest = np.where(is_nan, math.inf, rows).argmin(axis=1)
     largest = np.where(is_nan, -math.inf, rows).argmax(axis=1)
     first_nan = is_nan.argmax(axis=1)  # the first value where none is nan
 
-    # As positions in the values, sorted, each once; what is in the filling is none of them.
+    # Convert to positions in `values`, without those in the padding.
     row_starts = np.arange(row_count) * width
     ends = [0, len(values) - 1]
     candidates = np.concatenate([ends, row_starts + smallest, row_starts + largest, row_starts + first_nan])
@@ -205,7 +205,7 @@ def read(folder: Path) -> dict[str, Any]:
     result = json_object(folder / RESULT)
     command = json_object(folder / COMMAND)
     headline, notes = _log(folder / LOG)
-    overrides = _yaml(folder / OVERRIDES) or []
+    overrides = _yaml(folder / OVERRIDES) or []  # none for a run from Python
     settings = flat(composed_settings(folder))
     return {
         "folder": str(folder.resolve()),
@@ -279,6 +279,8 @@ def _log(path: Path) -> tuple[str, list[dict[str, str]]]:
             match = _LINE.match(line)
             if match is None:
                 continue
+
+            # The last such line wins: a resumed run logs several.
             text = match["text"]
             if " parameters on " in text:
                 headline = text

@@ -80,7 +80,7 @@ class Composer:
         swept = self.space.swept_overrides(values)
         overrides = [*self.space.fixed, *swept]
 
-        # What Hydra fills in for a job of its own sweeper: settings may refer to it.
+        # Fill in what Hydra's own sweeper does: settings may refer to it.
         composed = self._compose(overrides)
         with open_dict(composed):
             composed.hydra.job.num = number
@@ -172,7 +172,7 @@ class Composer:
         overrides_of_hydra = cast(Any, OmegaConf.to_container(self._sweep.hydra.overrides.hydra, resolve=False))
         command += [text for text in overrides_of_hydra if not text.startswith(_OF_THE_SWEEP)]
 
-        # A single run, which sees the same values of Hydra as a job of Hydra's own sweeper.
+        # A single run that sees the same Hydra values as a job of Hydra's own sweeper.
         run_dir = folder or job.folder
         command.append("hydra.mode=RUN")
         command.append(command_line.override("hydra.run.dir", str(run_dir)))

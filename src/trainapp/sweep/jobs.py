@@ -54,12 +54,17 @@ def plan_memory(command: Sequence[str], folder: Path, slot: Slot) -> MemoryNeed 
         folder: of the plan.
         slot: of the job.
     """
-    (folder / PLAN).unlink(missing_ok=True)
-    subprocess.run(command, capture_output=True, env=_environment(folder, [], slot, slot.threads))
-    facts = json_object(folder / PLAN)
+    # Remove an earlier plan: this one may fail.
+    plan_path = folder / PLAN
+    plan_path.unlink(missing_ok=True)
+    environment = _environment(folder, [], slot, slot.threads)
+    subprocess.run(command, capture_output=True, env=environment)
+    facts = json_object(plan_path)
     peak = facts.get("peak_bytes")
     if peak is None:
         return None
+
+    # The job gets its peak plus the plan's margin.
     limit = facts["limit_bytes"]
     peak_with_margin = peak * (1 + facts["margin"])
     return MemoryNeed(

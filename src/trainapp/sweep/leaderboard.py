@@ -91,7 +91,7 @@ def _print_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
     if note:
         print(f"all: {note}")
 
-    # The header is the first line; that of an empty last column is left out.
+    # The header is the first line; an empty last column has none.
     lines = [names, *rows]
     last_column = [line[-1] for line in cells]
     last_header = header[-1] if any(last_column) else ""

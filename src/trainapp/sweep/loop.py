@@ -91,9 +91,13 @@ class SweepLoop:
         while True:
             self._collect()
             has_begun = not self.stop and self._begin_next()
+
+            # Announced here, since the signal handler must not print.
             if self.stop and not has_announced_stop:
                 has_announced_stop = True
                 self.terminal.announce_stop(self.stop)
+
+            # A job may fail as it begins, and another may follow: look again at once.
             if not self.running and not has_begun:
                 return
             self.terminal.show_progress()
@@ -276,7 +280,7 @@ class SweepTerminal:
 
     def print_opening(self) -> None:
         """Print what the sweep has to do, and what it has done."""
-        # To do: how many jobs, how many at a time, with which memory, where.
+        # What there is to do: how many jobs, how many at a time, with which memory, where.
         parts = [f"sweep of {plural(self.queue.count, 'job')}", self._concurrency()]
         if not self.running.packs:
             memory_overrides = self.running.slots[0].memory_overrides(self.config)
@@ -284,7 +288,7 @@ class SweepTerminal:
         parts.append(f"in {shown(self.folder)}")
         text = ", ".join(parts)
 
-        # Done, by an earlier process of the sweep.
+        # What an earlier process of the sweep has done.
         for state, count in self.queue.states.items():
             text += f"; {count} {state}"
         print(text)
@@ -318,8 +322,11 @@ class SweepTerminal:
         text = f"job {trial.number} {trial.state}"
         if trial.state in ("paused", "stopped") and "steps" in facts:
             text += f" at step {facts['steps']}"
-        if facts.get("best_objective") is not None:
-            text += f", best {facts['metric']} {facts['best_objective']:.4g} at step {facts['best_step']}"
+        best = facts.get("best_objective")
+        if best is not None:
+            text += f", best {facts['metric']} {best:.4g} at step {facts['best_step']}"
+
+        # A job that could not start has no output.
         if trial.error:
             text += f": {trial.error}"
             log = Path(trial.folder) / jobs.CONSOLE_LOG
@@ -337,6 +344,7 @@ class SweepTerminal:
         counts = [f"{states[name]} {name}" for name in shown_states if states[name]]
         text = f"{', '.join(counts)} of {self.queue.count}"
 
+        # From the journal alone: the logs of all jobs would take long to read.
         trial_rows = rows.read_sweep(self.journal, is_live=False)
         best = leaderboard.best_text(trial_rows)
         if best:

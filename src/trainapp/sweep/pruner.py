@@ -110,7 +110,7 @@ def _mixed_brackets(eta: int, rungs: int) -> list[int]:
     """
     placements = []  # the position of each trial in the mix, from 0 to 1, with its bracket
     for bracket in range(rungs + 1):
-        # A trial that begins lower is ended earlier, on average: such brackets get more trials. Rounded up.
+        # Trials that start at a lower rung end earlier on average, so their bracket gets more of them; rounded up.
         rungs_ahead = rungs - bracket
         count = -(-(rungs + 1) * eta**rungs_ahead // (rungs_ahead + 1))
         for number in range(count):

@@ -95,7 +95,7 @@ def read_sweep(journal: Journal, is_live: bool = True) -> list[Row]:
     objective = common_objective(journal.facts)  # most likely also that of trials without a value so far
     sweep_folder = journal.path.parent
 
-    # As the journal has them, with what those that have not ended have logged since.
+    # Trials that have not ended also show what they have logged since.
     rows = []
     for trial in journal.trials:
         folder = Path(trial.folder or sweep_folder / str(trial.number))
@@ -120,7 +120,7 @@ def _read_news(row: Row, sweep_folder: Path, objective: Goal) -> None:
         return
     row.facts = _with_logged_values(row.folder, row.facts, objective)
 
-    # The journal of a sweep that was killed has no end of its jobs.
+    # If the sweep was killed, its journal still calls the job running.
     is_in_use = directory.is_in_use(row.folder) or directory.is_in_use(sweep_folder)
     if row.state == "running" and not is_in_use:
         row.state = "interrupted"
@@ -145,6 +145,7 @@ def read_folder(folder: Path) -> list[Row]:
     results = {run: json_object(run / RESULT) for run in runs}
     objective = common_objective(results.values())
 
+    # Runs that have not finished show what they have logged so far.
     rows = []
     for run, overrides in overrides_by_run.items():
         facts = results[run]
@@ -274,7 +275,7 @@ def _merge(settings: dict[str, str], rows: list[Row]) -> Row:
         if row.state == "finished" and has_value:
             finished.append(row)
 
-    # Facts that are no numbers, such as the metric, are those of the first run.
+    # Facts other than numbers, such as the metric, are those of the first run.
     facts = dict(finished[0].facts) if finished else {}
     for name in (*_MERGED_BY_MEAN, *_MERGED_BY_MAXIMUM):
         values = [row.facts[name] for row in finished if row.facts.get(name) is not None]

@@ -171,7 +171,7 @@ class RunningJobs:
         if need is None or need.bytes > need.device_bytes:
             return math.inf, []
 
-        # Exactly what its plan has reckoned with.
+        # Limit the job to what its plan says it needs.
         overrides = [f"memory.limit={need.bytes}"]
         if job.config.batch.eval_micro_size == "auto":  # of another size the plan knows nothing
             overrides.append(f"batch.eval_micro_size={need.micro_size}")

@@ -51,7 +51,7 @@ def build(settings: Sweep, space: Space) -> Propose:
                 if values not in configurations:
                     return proposal
 
-        # What draws have missed of a finite space, or a grid, in order.
+        # A grid in order, or what draws have missed of a finite space.
         if space.intervals:
             return None
         for values in space.grid():
@@ -64,6 +64,7 @@ def build(settings: Sweep, space: Space) -> Propose:
 
 def _require_suitable(settings: Sweep, space: Space) -> None:
     """Raise UserError if the sampler does not suit the space."""
+    # An interval has infinitely many values.
     intervals = ", ".join(space.intervals)
     if settings.sampler == "grid" and intervals:
         raise UserError(
@@ -75,8 +76,11 @@ def _require_suitable(settings: Sweep, space: Space) -> None:
             f"sweep.trials=null: {intervals} is an interval, and the sweep would never end; set the number of "
             "configurations, such as sweep.trials=20"
         )
+
+    # Samplers that learn from results look for the best value of each setting.
     learns = settings.sampler not in ("grid", "random")
-    if learns and any(dimension.key == "train.seed" for dimension in space.dimensions):
+    keys = [dimension.key for dimension in space.dimensions]
+    if learns and "train.seed" in keys:
         raise UserError("sweep.sampler: it would look for the luckiest train.seed; sweep that by grid or random")
 
 
@@ -119,7 +123,7 @@ def _of_optuna(sampler: str | Target, space: Space) -> Draw:
     takes_seed = "seed" in parameters_of(sampler_class)
 
     def draw(seed: list[int], trials: Sequence[Trial], direction: str) -> Proposal:
-        # The user's own seed, if there is one, replaces this.
+        # A seed of the user's own replaces this one.
         keywords: dict[str, Any] = {}
         if takes_seed:
             rng = np.random.default_rng(seed)
@@ -174,7 +178,7 @@ def _as_optuna(space: Space, trial: Trial) -> Any:
     """Return a trial in Optuna's terms."""
     from optuna.trial import create_trial
 
-    # A trial that was stopped has no final value, but its best so far says something, too.
+    # A stopped trial has no final value, but samplers can still learn from its best so far.
     best = trial.facts.get("best_objective")
     rung_values = {rung: value for rung, value in trial.rung_values.items() if value is not None}
     if trial.state == "stopped" and best is not None:
@@ -183,9 +187,10 @@ def _as_optuna(space: Space, trial: Trial) -> Any:
     parameters = {}
     for dimension, text in zip(space.dimensions, trial.values, strict=True):
         parameters[dimension.key] = dimension.value(text)
+    final_value = best if trial.state == "finished" else None
     return create_trial(
         state=_optuna_state(trial),
-        value=best if trial.state == "finished" else None,
+        value=final_value,
         params=parameters,
         distributions=distributions_of(space),
         system_attrs=dict(trial.attributes),
@@ -227,7 +232,8 @@ def copy_to_storage(url: str, name: str, space: Space, trials: Sequence[Trial], 
         )
         stored_jobs = {stored.user_attrs.get("job") for stored in study.get_trials(deepcopy=False)}
         for trial in trials:
-            if trial.state in ("finished", "failed", "infeasible") and trial.number not in stored_jobs:
+            has_ended = trial.state in ("finished", "failed", "infeasible")
+            if has_ended and trial.number not in stored_jobs:
                 study.add_trial(_as_optuna(space, trial))
     except Exception as error:  # of SQLAlchemy, of its drivers, of the network
         raise UserError(f"sweep.storage={url}: {type(error).__name__}: {error}") from None
@@ -241,7 +247,7 @@ def importances(space: Space, trials: Sequence[Trial], direction: str) -> dict[s
     if len(finished) < _FEWEST_FOR_IMPORTANCE:
         return {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # as in `_of_optuna`
         try:
             from optuna import importance
 

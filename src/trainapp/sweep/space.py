@@ -124,6 +124,7 @@ def parse(overrides: Sequence[str], loader: ConfigLoader) -> Space:
 
     Raises UserError with all mistakes.
     """
+    # The later of two overrides of a setting replaces the earlier one, of whichever kind.
     by_key: dict[str, str | Dimension] = {}
     errors = []
     parser = OverridesParser.create(config_loader=loader)
@@ -164,8 +165,10 @@ def _interval(key: str, override: Override) -> Dimension:
     interval: Any = override.value()
     unknown_tags = interval.tags - {"log"}
     if unknown_tags:
-        raise ValueError(f"the tag {', '.join(sorted(unknown_tags))} has no meaning here; `log` is the only one")
+        tags = ", ".join(sorted(unknown_tags))
+        raise ValueError(f"the tag {tags} has no meaning here; `log` is the only one")
 
+    # Hydra gives whole numbers for `int(interval(1,8))`.
     low = interval.start
     high = interval.end
     is_log = "log" in interval.tags

@@ -52,7 +52,7 @@ def run(context: HydraContext, function: TaskFunction, composed: DictConfig, arg
         environment.use_time_of_sweep()
         config = _accept(settings, composer, journal, _command(composed), started)
 
-        # Hydra's default launcher would run jobs in this process, one after the other: the loop starts processes.
+        # Hydra's default launcher would run jobs one by one in this process; the loop starts processes instead.
         launcher = None
         if composed.hydra.launcher._target_ != _BASIC_LAUNCHER:
             launcher = Plugins.instance().instantiate_launcher(
@@ -68,10 +68,12 @@ def run(context: HydraContext, function: TaskFunction, composed: DictConfig, arg
 def _command(composed: DictConfig) -> list[str]:
     """Return the arguments of the command line, without the sweep's directory."""
     by_kind: Any = OmegaConf.to_container(composed.hydra.overrides, resolve=False)
-    overrides = [*by_kind["task"], *by_kind["hydra"]]
     skipped = ("hydra.sweep.dir=", "hydra.mode=", "sweep.retry_failed=")  # failed jobs are retried once
-    overrides = [text for text in overrides if not text.startswith(skipped)]
-    return [*command_line.flags(composed.hydra), "-m", *overrides]
+    arguments = [*command_line.flags(composed.hydra), "-m"]
+    for override in (*by_kind["task"], *by_kind["hydra"]):
+        if not override.startswith(skipped):
+            arguments.append(override)
+    return arguments
 
 
 def _accept(settings: Sweep, composer: Composer, journal: Journal, command: list[str], started: str) -> Config:
@@ -124,7 +126,7 @@ def _check_jobs(settings: Sweep, composer: Composer, journal: Journal) -> dict[s
     if settings.sampler != "grid":
         return {}  # the jobs' numbers, on which their configurations may depend, are not known yet
 
-    # Trials whose configuration has changed would not be like those that have run.
+    # Trials recorded with another configuration no longer belong to this sweep.
     if digests:
         changed = []
         for trial in journal.trials:
@@ -183,7 +185,7 @@ def _differences(request_before: dict[str, Any], request_now: dict[str, Any]) ->
         value_now = now.get(name, "not given")
         texts.append(f"{name}: {value_before} before, {value_now} now")
 
-    # Of swept settings, the last one varies fastest.
+    # The order of swept settings matters: the last one varies fastest.
     if not texts and list(before) != list(now):
         texts.append(f"the order of {', '.join(before)}")
     return texts
@@ -196,7 +198,7 @@ def _by_name(request: dict[str, Any]) -> dict[str, Any]:
         if name not in ("fixed", "dimensions"):
             values[f"sweep.{name}"] = value
 
-    # Of all jobs: their order does not matter.
+    # Sort the settings of all jobs: their order does not matter.
     space = Space.from_dict(request)
     value_by_setting = {}
     for text in space.fixed:

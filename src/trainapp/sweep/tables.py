@@ -91,11 +91,12 @@ def table_of_plans(rows: Sequence[Row]) -> tuple[Header, Cells]:
     cells: Cells = []
     for row in rows:
         facts = json_object(row.folder / PLAN)
+        largest_micro_size = facts.get("largest_micro_size") or BLANK  # 0: not even one sample fits
         line = [
             row.name,
             memory_text(facts.get("peak_bytes")),
             facts.get("method") or BLANK,
-            str(facts.get("largest_micro_size") or BLANK),
+            str(largest_micro_size),
             row.settings_text,
             _plan_result(facts),
         ]
@@ -115,6 +116,7 @@ def _plan_result(facts: dict[str, Any]) -> str:
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
     """Write a line per run, with a column per setting, and the names and units of result.json."""
+    # A setting may have the name of another column.
     first_columns = ["rank", "job"]
     last_columns = [*FACTS, "state", "error", "directory"]
     setting_columns = {}

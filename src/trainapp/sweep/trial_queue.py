@@ -95,7 +95,7 @@ class TrialQueue:
         if trial is not None:
             return trial
 
-        # Nothing new begins: once all others are paused, the best of a rung need not wait for more rivals.
+        # No new trials begin. Once no job runs, the best of each rung continues, however few rivals it has.
         self.is_exhausted = True
         if is_idle:
             return self._promote(is_last=True)
@@ -158,7 +158,7 @@ class TrialQueue:
         if not question:
             return
 
-        # A question may be in the journal already, if the sweep was killed before it answered.
+        # The journal may already have the question: a sweep can be killed before it answers.
         rung = question["rung"]
         if rung not in trial.rung_values:
             self.journal.add("rung", number=trial.number, **question)
