@@ -46,42 +46,62 @@ def job(composed: DictConfig) -> float | None:
         if by_launcher and not environment.is_submitit_job():
             advice = "start `python -m trainapp -m parallel.devices=N ...` once: each job starts its own workers"
             environment.require_one_process("multirun", advice)
-        with launch.locked(run_dir):
-            given, flags = command_line.overrides(hydra_config), command_line.flags(hydra_config)
-            config = compose.from_hydra(composed, run_dir, command_line.command([*flags, *given], run_dir), given)
-            if direction := OmegaConf.select(hydra_config.sweeper, "direction"):  # of another sweeper than ours
-                config = dataclasses.replace(config, sweeper_direction=str(getattr(direction, "name", direction))[:3])
-            launch.describe(composed, config, hydra_config.overrides.task, flags)
-            try:
-                return launch.launch(config, by_launcher)
-            except Interrupted as stopped:
-                if by_launcher and stopped.signal in (TIME_IS_UP, PAUSED) and config.train.max_time != "auto":
-                    return math.nan  # of this job alone; its objective is not compared
-                raise
+        return _run_job(composed, run_dir, by_launcher)
     except Exception as error:
-        if by_launcher:  # Hydra shows only the first failed job's error, and leaves the logs of all empty
+        if not by_launcher:
             if isinstance(error, UserError):
-                log.error("%s", error)
-            else:
-                log.exception("This job failed; the sweep continues.")
-            # Hydra keeps the error until the sweep ends, but the next job needs the memory that its frames hold.
-            error.__traceback__ = error.__cause__ = error.__context__ = None
-            raise error  # a bare `raise` would restore the traceback in Python 3.10
+                raise Reported(error) from None
+            raise
+
+        # Hydra shows only the first failed job's error, and leaves the logs of all empty.
         if isinstance(error, UserError):
-            raise Reported(error) from None
-        raise
+            log.error("%s", error)
+        else:
+            log.exception("This job failed; the sweep continues.")
+
+        # Hydra keeps the error until the sweep ends, but the next job needs the memory that its frames hold.
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        raise error  # a bare `raise` would restore the traceback in Python 3.10
+
+
+def _run_job(composed: DictConfig, run_dir: str, by_launcher: bool) -> float | None:
+    """Check the configuration and run it in its directory. Return the objective."""
+    hydra_config = HydraConfig.get()
+    with launch.locked(run_dir):
+        flags = command_line.flags(hydra_config)
+        overrides = command_line.overrides(hydra_config)
+        command = command_line.command([*flags, *overrides], run_dir)
+        config = compose.from_hydra(composed, run_dir, command, overrides)
+
+        # The direction of another sweeper, possibly an enumeration member such as `Direction.maximize`.
+        direction = OmegaConf.select(hydra_config.sweeper, "direction")
+        if direction:
+            direction_name = str(getattr(direction, "name", direction))
+            config = dataclasses.replace(config, sweeper_direction=direction_name[:3])
+
+        launch.describe(composed, config, hydra_config.overrides.task, flags)
+        try:
+            return launch.launch(config, by_launcher)
+        except Interrupted as stopped:
+            if by_launcher and stopped.signal in (TIME_IS_UP, PAUSED) and config.train.max_time != "auto":
+                return math.nan  # of this job alone; its objective is not compared
+            raise
 
 
 def main() -> None:
     """Run the command line. A UserError ends it with one message and its exit code; others keep a traceback."""
-    if sys.argv[1:2] and sys.argv[1] in commands.COMMANDS:
+    # Commands beside training. Some leave the arguments of a run or a sweep that follows.
+    if len(sys.argv) > 1 and sys.argv[1] in commands.COMMANDS:
         try:
-            if not commands.run(sys.argv[1], sys.argv[2:]):
-                return None
+            is_followed = commands.run(sys.argv[1], sys.argv[2:])
         except UserError as mistake:
             _fail(mistake)
+        if not is_followed:
+            return
     if sys.argv[1:] == ["--version"]:
-        return print(f"trainapp {trainapp.__version__}")  # Hydra's flag would print Hydra's version
+        print(f"trainapp {trainapp.__version__}")  # Hydra's flag would print Hydra's version
+        return
+
     command_line.add_import_paths(sys.argv[1:])
     sys.argv[1:] = command_line.for_hydra(sys.argv[1:])
     wants_traceback = "HYDRA_FULL_ERROR" in os.environ
@@ -92,18 +112,30 @@ def main() -> None:
         sys.exit(130)
     except (Exception, Reported) as caught:
         error = caught.error if isinstance(caught, Reported) else caught
-        message = str(error) if isinstance(error, UserError) else mistakes.explain(error, sys.argv[1:])
-        if wants_traceback or message is None:
+        user_error = _as_user_error(error)
+        if wants_traceback or user_error is None:
             if error is caught:
                 raise
             raise error from None
-        _fail(error if isinstance(error, UserError) else UserError(message))
+        _fail(user_error)
+
+
+def _as_user_error(error: Exception) -> UserError | None:
+    """Return the error of a mistake that the user can correct, also if Hydra has found it; None for all others."""
+    if isinstance(error, UserError):
+        return error
+    message = mistakes.explain(error, sys.argv[1:])
+    if message is None:
+        return None
+    return UserError(message)
 
 
 def _fail(error: UserError) -> NoReturn:
     """Print the message of a mistake that the user can correct, without a traceback, and exit."""
-    first, *rest = str(error).splitlines() or [""]
-    print("\n".join([f"trainapp: {first}", *(f"          {line}" for line in rest)]), file=sys.stderr)
+    prefix = "trainapp: "
+    lines = str(error).splitlines()
+    indent = " " * len(prefix)
+    print(prefix + f"\n{indent}".join(lines), file=sys.stderr)
     sys.exit(error.exit_code)
 
 

@@ -50,11 +50,13 @@ def train(overrides: Iterable[str], run_dir: str | Path, config_dir: str | Path 
     Python receives signals); likewise SystemExit after SIGTERM, with the exit status of the command line.
     """
     with _one_run("trainapp.train"), _imports(config_dir):
-        config = compose.from_command_line(_settings("train", overrides), _absolute(run_dir), config_dir)
+        settings = _settings("train", overrides)
+        config = compose.from_command_line(settings, _absolute(run_dir), config_dir)
         if not config.activity.trains:
             other = "use trainapp.plan" if config.mode == "plan" else f"use `python -m trainapp mode={config.mode}`"
             raise UserError(f"trainapp.train: mode={config.mode} does not train; {other}")
         _run(config)
+
     from trainapp.run import result
 
     ended = result.read(Path(config.run_dir))
@@ -71,7 +73,9 @@ def plan(overrides: Iterable[str] = (), config_dir: str | Path | None = None) ->
     from trainapp.planning.process import plan_in_subprocess
 
     with _imports(config_dir):
-        return plan_in_subprocess(compose.from_command_line(_settings("plan", overrides), config_dir=config_dir))
+        settings = _settings("plan", overrides)
+        config = compose.from_command_line(settings, config_dir=config_dir)
+        return plan_in_subprocess(config)
 
 
 def load(
@@ -109,13 +113,15 @@ def predict(
     unless `predict.output` names another file, predictions.jsonl. config_dir, restored state and errors: as for
     `train`. After Ctrl-C the same call continues the file.
     """
-    given = [*_settings("predict", overrides), "mode=predict"]
-    given.append(command_line.override("checkpointing.resume", _absolute(run)))
+    settings = [*_settings("predict", overrides), "mode=predict"]
+    settings.append(command_line.override("checkpointing.resume", _absolute(run)))
     with _one_run("trainapp.predict"), _imports(config_dir):
-        config = compose.from_command_line(given, _absolute(run_dir), config_dir)
+        config = compose.from_command_line(settings, _absolute(run_dir), config_dir)
         _run(config)
     output = config.predict.output
-    return Path(config.run_dir) / "predictions.jsonl" if output is None else Path(output).expanduser().resolve()
+    if output is None:
+        return Path(config.run_dir) / "predictions.jsonl"
+    return Path(output).expanduser().resolve()
 
 
 # Checks of a call
@@ -136,12 +142,15 @@ def _one_run(function: str) -> Iterator[None]:
 @contextmanager
 def _imports(config_dir: str | Path | None) -> Iterator[None]:
     """Make users' modules importable, as on the command line."""
-    before = list(sys.path)
-    command_line.add_import_paths([] if config_dir is None else ["--config-dir", str(config_dir)])
+    callers_path = list(sys.path)
+    flags = []
+    if config_dir is not None:
+        flags = ["--config-dir", str(config_dir)]
+    command_line.add_import_paths(flags)
     try:
         yield
     finally:
-        sys.path[:] = before
+        sys.path[:] = callers_path
 
 
 def _absolute(path: str | Path) -> str:
@@ -150,15 +159,16 @@ def _absolute(path: str | Path) -> str:
 
 def _settings(function: str, overrides: Iterable[str]) -> list[str]:
     """The overrides. Raises UserError for options that only the command line accepts."""
-    given = compose.as_overrides(overrides)
-    for text in given:
+    texts = compose.as_overrides(overrides)
+    for text in texts:
         name = text.lstrip("+~").partition("=")[0]
-        if text.startswith("-") or (name.partition(".")[0] == "hydra" and name != "hydra.searchpath"):
+        is_of_hydra = name.partition(".")[0] == "hydra" and name != "hydra.searchpath"
+        if text.startswith("-") or is_of_hydra:
             raise UserError(
                 f"trainapp.{function}: {text} is for the command line; give overrides such as 'model=gpt', a folder "
                 "with your own options as config_dir=FOLDER, and the run's directory as run_dir=DIR"
             )
-    return given
+    return texts
 
 
 # The run
@@ -169,6 +179,8 @@ def _run(config: Config) -> None:
     try:
         if config.parallel.strategy != "single":
             return _run_as_command(config)
+
+        # In this process. Torch is imported below, once the process is prepared.
         with launch.locked(config.run_dir), _as_before(config.memory.expandable_segments):
             from trainapp.run import runner
 
@@ -176,6 +188,7 @@ def _run(config: Config) -> None:
             with _logged(Path(config.run_dir)):
                 runner.run(config)
     except Interrupted as stopped:
+        # A run that its time limit has ended returns as one that has finished.
         if stopped.signal == signal.SIGINT:
             raise KeyboardInterrupt from None
         if stopped.signal != TIME_IS_UP:
@@ -188,7 +201,8 @@ def _as_before(expandable_segments: bool = False) -> Iterator[None]:
     the next run.
     """
     variables = dict(os.environ)
-    # before torch is imported; other runs may follow in this process
+
+    # Before torch is imported, and as for a deterministic run: one may follow in this process.
     launch.prepare_process(expandable_segments, deterministic=True)
     import torch
 
@@ -211,9 +225,12 @@ def _as_before(expandable_segments: bool = False) -> Iterator[None]:
 def _logged(run_dir: Path) -> Iterator[None]:
     """Log to the run's directory, and to the terminal unless the program has its own handlers."""
     logger = logging.getLogger("trainapp")
-    file = logging.FileHandler(run_dir / LOG)
-    file.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
-    handlers: list[logging.Handler] = [file, *([] if logger.hasHandlers() else [terminal.Handler(sys.stderr)])]
+    file_handler = logging.FileHandler(run_dir / LOG)
+    file_handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s"))
+    handlers: list[logging.Handler] = [file_handler]
+    if not logger.hasHandlers():
+        handlers.append(terminal.Handler(sys.stderr))
+
     level = logger.level
     logger.setLevel(level or logging.INFO)
     for handler in handlers:
@@ -224,7 +241,7 @@ def _logged(run_dir: Path) -> Iterator[None]:
         logger.setLevel(level)
         for handler in handlers:
             logger.removeHandler(handler)
-        file.close()
+        file_handler.close()
 
 
 def _echoed(lines: Iterable[str]) -> Iterator[str]:
@@ -241,22 +258,35 @@ def _run_as_command(config: Config) -> None:
         sent.append(number)
         process.send_signal(number)
 
+    # The same interpreter, which finds the same modules.
+    arguments = shlex.split(config.command)[1:]
+    import_path = os.pathsep.join(filter(None, sys.path))
     with subprocess.Popen(
-        [sys.executable, *shlex.split(config.command)[1:]],
+        [sys.executable, *arguments],
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # users' modules, too
+        env=os.environ | {"PYTHONPATH": import_path},
         start_new_session=True,  # a terminal's Ctrl-C would reach it twice
     ) as process:
         assert process.stderr is not None
         with handled_by(send):
-            message = command_line.message_in(_echoed(process.stderr))
+            message_lines = command_line.message_in(_echoed(process.stderr))
+
+    # Ended by a signal: passed on by us, or sent to the process alone.
     exit_code = process.returncode
     if exit_code < 0:  # killed by a signal, which a shell reports so
         exit_code = 128 - exit_code
     if exit_code > 128 or (exit_code == TO_BE_CONTINUED and sent):
-        raise Interrupted(exit_code, sent[0] if sent else exit_code - 128)
-    if exit_code not in (0, TO_BE_CONTINUED):
-        message = message or [f"its process ended (exit code {exit_code}); see its output"]
-        raise (UserError if exit_code == UserError.exit_code else TrainingStopped)("\n".join(message))
+        signal_number = sent[0] if sent else exit_code - 128
+        raise Interrupted(exit_code, signal_number)
+
+    # Ended by an error.
+    if exit_code in (0, TO_BE_CONTINUED):
+        return
+    if not message_lines:
+        message_lines = [f"its process ended (exit code {exit_code}); see its output"]
+    message = "\n".join(message_lines)
+    if exit_code == UserError.exit_code:
+        raise UserError(message)
+    raise TrainingStopped(message)

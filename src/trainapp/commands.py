@@ -51,17 +51,20 @@ def continue_in_directory(arguments: Sequence[str]) -> list[str]:
     Raises UserError for a directory of neither.
     """
     folder = _folder("continue", arguments)
-    is_sweep = (folder / JOURNAL).exists()
-    if is_sweep:
+
+    # How it was started.
+    if (folder / JOURNAL).exists():
+        directory_setting = "hydra.sweep.dir"
         request = Journal(folder, writes=False).last_request
         previous_arguments = request["command"]
         working_directory = request["cwd"]
     else:
+        directory_setting = "hydra.run.dir"
         previous_arguments, working_directory = _start_of_run("continue", folder)
+
     _enter(working_directory)
     changed = command_line.with_changes(previous_arguments, arguments[1:])
-    setting = "hydra.sweep.dir" if is_sweep else "hydra.run.dir"
-    return [*changed, command_line.override(setting, str(folder))]
+    return [*changed, command_line.override(directory_setting, str(folder))]
 
 
 def rerun(arguments: Sequence[str]) -> list[str]:
@@ -72,9 +75,13 @@ def rerun(arguments: Sequence[str]) -> list[str]:
         arguments: the directory of the other run, and overrides that replace its own. A relative hydra.run.dir is
             relative to the caller's directory.
     """
-    previous_arguments, working_directory = _start_of_run("rerun", _folder("rerun", arguments))
+    folder = _folder("rerun", arguments)
+    previous_arguments, working_directory = _start_of_run("rerun", folder)
+
+    # Resolve paths before leaving the caller's directory.
     changes = [_with_absolute_directory(argument) for argument in arguments[1:]]
     _enter(working_directory)
+
     changed = command_line.with_changes(previous_arguments, changes)
     print(f"in {working_directory}: {command_line.command(changed)}", flush=True)
     return changed
@@ -97,7 +104,8 @@ def _with_absolute_directory(argument: str) -> str:
     name, _, value = argument.partition("=")
     if name not in ("hydra.run.dir", "hydra.sweep.dir"):
         return argument
-    return command_line.override(name, str(Path(value).resolve()))
+    path = Path(value).resolve()
+    return command_line.override(name, str(path))
 
 
 def _enter(working_directory: str) -> None:
@@ -122,15 +130,18 @@ def show_leaderboard(arguments: Sequence[str]) -> None:
 
 def write_report(arguments: Sequence[str]) -> None:
     """Write the page of a run or a sweep into its directory, or that of several runs over each other here."""
-    folders = [_folder("report", arguments)]
-    folders += [_folder("report", [argument]) for argument in arguments[1:]]
-    is_single = len(folders) == 1
-    path = (folders[0] if is_single else Path.cwd()) / page.NAME
+    first_folder = _folder("report", arguments)
+    other_folders = [_folder("report", [argument]) for argument in arguments[1:]]
+
+    # The page of several runs belongs to none of their directories.
+    directory_of_page = Path.cwd() if other_folders else first_folder
+    path = directory_of_page / page.NAME
+    is_run = (first_folder / HYDRA).exists()
     try:
-        if is_single and not (path.parent / HYDRA).exists():  # not a run
-            tables.write_page(path.parent, rows.read_rows(path.parent))
+        if other_folders or is_run:
+            page.write_runs([first_folder, *other_folders], path)
         else:
-            page.write_runs(folders, path)
+            tables.write_page(first_folder, rows.read_rows(first_folder))
     except OSError as error:
         raise UserError(f"trainapp report: {path} cannot be written: {error.strerror}") from None
     print(path)
@@ -144,7 +155,7 @@ def show_difference(arguments: Sequence[str]) -> NoReturn:
     parsed = parser.parse_args(arguments)
     if len(parsed.runs) != 2:
         parser.error("give the directories of two runs")
-    run_a, run_b = (_folder("diff", [run]) for run in parsed.runs)
+    run_a, run_b = [_folder("diff", [run]) for run in parsed.runs]
     code = diff.show(run_a, run_b, parsed.step)
     sys.stdout.flush()
     sys.exit(code)
@@ -155,7 +166,8 @@ class _DiffParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError, as for mistakes elsewhere."""
-        raise UserError(f"trainapp diff: {message}; usage: {_DIFF_USAGE.partition(':')[0]}")
+        usage = _DIFF_USAGE.partition(":")[0]
+        raise UserError(f"trainapp diff: {message}; usage: {usage}")
 
 
 def _step(text: str) -> int | str:

@@ -42,24 +42,29 @@ def check_arguments(
     """
     parameters = parameters_of(target)
     named = [name for name, parameter in parameters.items() if parameter.kind in NAMED]
-    takes_any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     errors: list[str] = []
 
-    if not takes_any_name:
+    # Unknown names, unless the target takes `**keywords`.
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
         settable = [name for name in named if name not in ("params", "self")]
-        unknown_names = [name for name in arguments if name not in named]
-        errors.extend(f"{path}.{name}: {_no_such_setting(name, settable)}" for name in unknown_names)
+        for name in arguments:
+            if name not in named:
+                errors.append(f"{path}.{name}: {_no_such_setting(name, settable)}")
 
+    # Required parameters that are not set.
     available = {*arguments, *provided}
     for name in named:
-        if parameters[name].default is inspect.Parameter.empty and name not in available:
+        is_required = parameters[name].default is inspect.Parameter.empty
+        if is_required and name not in available:
             errors.append(f"{path}.{name}: required, but not set")
 
+    # Values that do not match their annotation. The default itself need not: `size: int = None`.
     annotations = _annotations_of(target)
     for name, value in arguments.items():
         if name not in annotations or _holds_target(value):
             continue
-        is_default = value is None and name in parameters and parameters[name].default is None  # `size: int = None`
+        is_default = value is None and name in parameters and parameters[name].default is None
         if not is_default:
             errors.extend(_check_value(name, value, annotations[name], path))
     return errors
@@ -126,13 +131,21 @@ def _subject_and_rule(
 ) -> tuple[str, str]:
     """Return both parts of a message: the setting, with its value if that is wrong, and the rule for it."""
     location = tuple(part for part in details["loc"] if not _names_a_branch(part))
-    path = ".".join(str(part) for part in (prefix, *location) if str(part))
-    if details["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return path, _no_such_setting(str(location[-1]), known_keys(location[:-1]))
-    if details["type"] in ("missing", "missing_argument"):
+    names = [str(part) for part in (prefix, *location)]
+    path = ".".join(filter(None, names))
+
+    # A setting that does not exist, or is missing, has no value to show.
+    kind = details["type"]
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        unknown_key = str(location[-1])
+        return path, _no_such_setting(unknown_key, known_keys(location[:-1]))
+    if kind in ("missing", "missing_argument"):
         return path, "required, but not set"
+
+    # Pydantic's rule, in the words of the other messages.
     rule = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return f"{path}={as_yaml(details['input'])}", rule
+    value = as_yaml(details["input"])
+    return f"{path}={value}", rule
 
 
 def _names_a_branch(part: int | str) -> bool:
@@ -149,7 +162,9 @@ def _joined(rules: list[str]) -> str:
 def _no_such_setting(word: str, choices: Iterable[str]) -> str:
     """Return the rule for a name that is not among `choices`."""
     names = sorted(choices)
-    hint = suggest(word, names) or f"; known here: {', '.join(names)}"
+    hint = suggest(word, names)
+    if not hint:
+        hint = f"; known here: {', '.join(names)}"
     return f"no such setting{hint}"
 
 

@@ -36,9 +36,12 @@ def with_claimed_settings(config: Config) -> Config:
     for number, update in enumerate(config.updates):
         optimizer = _with_claims(config, f"updates.{number}.optimizer", update.optimizer)
         updates.append(dataclasses.replace(update, optimizer=optimizer))
+
+    # With updates, the common optimizer is only what theirs start from, and is never built.
     common_optimizer = config.optimizer
     if not updates:
         common_optimizer = _with_claims(config, "optimizer", common_optimizer)
+
     return dataclasses.replace(
         config,
         data=_with_claims(config, "data", config.data),
@@ -55,28 +58,32 @@ def _with_claims(config: Config, section: str, node: Section) -> Section:
     except UserError:
         return node  # reported with all other mistakes
     parameters = parameters_of(target)
+
+    # The value moves to the arguments, and the setting gets its default back.
     arguments = dict(node.arguments)
     defaults = {}
     for setting in _claimed_settings(node, target):
         value = getattr(node, setting.name)
         default = _default_of(setting)
+        defaults[setting.name] = default
         is_required = parameters[setting.name].default is inspect.Parameter.empty
+        is_on_command_line = f"{section}.{setting.name}" in config.given
         if value != default:
             arguments[setting.name] = _plain(value)
-        elif is_required or f"{section}.{setting.name}" in config.given:
+        elif is_required or is_on_command_line:
             arguments.setdefault(setting.name, _plain(value))
-        defaults[setting.name] = default
     return dataclasses.replace(node, arguments=arguments, **defaults)
 
 
 def _claimed_settings(node: Target, target: Callable[..., Any]) -> Iterator["dataclasses.Field[Any]"]:
     """Yield the settings of a section whose name is a parameter of its class."""
-    names = setting_names(type(node))
+    claimable_names = setting_names(type(node))
     if isinstance(node, Optimizer):
-        names -= _PASSED_ON
+        claimable_names -= _PASSED_ON
     parameters = parameters_of(target)
     for setting in dataclasses.fields(node):
-        if setting.name in names and setting.name in parameters and parameters[setting.name].kind in NAMED:
+        parameter = parameters.get(setting.name)
+        if setting.name in claimable_names and parameter is not None and parameter.kind in NAMED:
             yield setting
 
 
@@ -88,13 +95,17 @@ def _default_of(setting: "dataclasses.Field[Any]") -> Any:
 
 def _plain(value: Any) -> Any:
     """Return a value of plain containers; `data.sampling` is a section."""
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return value
 
 
 def log_claims(config: Config) -> None:
     """Log the arguments that have the name of a setting."""
-    for section, node in {"data": config.data, "model": config.model, **config.optimizers}.items():
-        for name in sorted(setting_names(type(node)).intersection(node.arguments)):
+    nodes: dict[str, Target] = {"data": config.data, "model": config.model, **config.optimizers}
+    for section, node in nodes.items():
+        claimed_names = setting_names(type(node)).intersection(node.arguments)
+        for name in sorted(claimed_names):
             log.info(
                 "%s.%s=%s is an argument of %s, which has a parameter of this name; to use the setting of trainapp, "
                 "rename the parameter",
@@ -106,11 +117,15 @@ def errors_of_unclaimed(section: str, node: Target, target: Callable[..., Any]) 
     """Return, by name, the errors of values that the schema took for arguments because they cannot be settings, and for
     which the class has no parameter.
     """
-    claimed = {setting.name for setting in _claimed_settings(node, target)}
+    section_class = type(node)
+    claimed_names = {setting.name for setting in _claimed_settings(node, target)}
+    unclaimed_names = setting_names(section_class).intersection(node.arguments) - claimed_names
     errors = {}
-    for name in setting_names(type(node)).intersection(node.arguments) - claimed:
+    for name in unclaimed_names:
+        # Beside a class that is not the user's, the schema refuses the value and says why.
+        values = {"_target_": "torch.nn.Module", name: node.arguments[name]}
         try:
-            TypeAdapter(type(node)).validate_python({"_target_": "torch.nn.Module", name: node.arguments[name]})
+            TypeAdapter(section_class).validate_python(values)
         except pydantic.ValidationError as error:
             errors[name] = messages(error, section, lambda location: [])
     return errors

@@ -28,11 +28,14 @@ def add_import_paths(arguments: Sequence[str]) -> None:
     `python -m` puts the working directory on the path and a console script does not; this makes the two behave alike.
     """
     folders = [os.getcwd()]
-    for position, argument in enumerate(arguments):
-        if argument in ("--config-dir", "-cd") and position + 1 < len(arguments):
-            folders.append(os.path.abspath(arguments[position + 1]))
+    previous = ""
+    for argument in arguments:
+        if previous in ("--config-dir", "-cd"):
+            folders.append(os.path.abspath(argument))
         elif argument.startswith("--config-dir="):
-            folders.append(os.path.abspath(argument.partition("=")[2]))
+            config_dir = argument.removeprefix("--config-dir=")
+            folders.append(os.path.abspath(config_dir))
+        previous = argument
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
 
 
@@ -48,9 +51,14 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
     `replaced_options`.)
     """
     texts = [for_composition(argument) for argument in _flags_first(arguments)]
-    if _use_the_data_of_a_run(texts):
-        return [f"++{text}" if text.startswith("data.") else text for text in texts]
-    return texts
+    if not _use_the_data_of_a_run(texts):
+        return texts
+    marked = []
+    for text in texts:
+        if text.startswith("data."):
+            text = f"++{text}"
+        marked.append(text)
+    return marked
 
 
 def _flags_first(arguments: Sequence[str]) -> list[str]:
@@ -59,7 +67,8 @@ def _flags_first(arguments: Sequence[str]) -> list[str]:
     overrides = []
     previous = ""
     for argument in arguments:
-        if argument.startswith("-") or previous in _FLAGS_BEFORE_A_VALUE:
+        is_value_of_flag = previous in _FLAGS_BEFORE_A_VALUE
+        if argument.startswith("-") or is_value_of_flag:
             flags.append(argument)
         else:
             overrides.append(argument)
@@ -69,17 +78,26 @@ def _flags_first(arguments: Sequence[str]) -> list[str]:
 
 def _use_the_data_of_a_run(overrides: Iterable[str]) -> bool:
     """Return whether these overrides are of a command about a trained run, and choose no other data than the run's."""
-    values = dict(text.partition("=")[::2] for text in overrides)
+    values = {}
+    for text in overrides:
+        name, _, value = text.partition("=")
+        values[name] = value
+
+    # A command about a trained run.
     activity = ACTIVITIES.get(values.get("mode", ""))
     if activity is None or not activity.needs_checkpoint or "checkpointing.resume" not in values:
         return False
+
+    # Other data: a group's option, a class, or an experiment, which may choose one.
     return values.keys().isdisjoint({"data", "data._target_", "experiment"})
 
 
 def for_composition(text: str) -> str:
     """Return an override in the form in which an argument of the task, or its class, is composed; see `for_hydra`."""
     prefix = _TASK_ARGUMENT.match(text)
-    return text if prefix is None else f"{_HYDRAS_TASK_ARGUMENT}{text[prefix.end() :]}"
+    if prefix is None:
+        return text
+    return _HYDRAS_TASK_ARGUMENT + text[prefix.end() :]
 
 
 def as_entered(text: str) -> str:
@@ -97,28 +115,35 @@ def command(flags_and_overrides: Iterable[str], run_dir: str = "") -> str:
     arguments = list(flags_and_overrides)
     if run_dir:
         arguments.append(override("hydra.run.dir", run_dir))
-    return " ".join(["python -m trainapp", *map(shlex.quote, arguments)])
+    quoted_arguments = [shlex.quote(argument) for argument in arguments]
+    return " ".join(["python -m trainapp", *quoted_arguments])
 
 
 def flags(hydra_config: HydraConf | DictConfig) -> list[str]:
     """Return Hydra's flags on the command line that decide what is composed."""
-    sources = hydra_config.runtime.config_sources
-    on_command_line = [source.path for source in sources if source.provider == "command-line"]
-    of_main = [source.path for source in sources if source.provider == "main" and source.path != str(CONF)]
-    texts = [f"--config-dir={path}" for path in on_command_line]
-    texts.extend(f"--config-path={path}" for path in of_main)
+    # Where Hydra looks for files, besides the program's own.
+    config_dirs = []
+    config_paths = []
+    for source in hydra_config.runtime.config_sources:
+        if source.provider == "command-line":
+            config_dirs.append(f"--config-dir={source.path}")
+        elif source.provider == "main" and source.path != str(CONF):
+            config_paths.append(f"--config-path={source.path}")
+
+    # The configuration to start from.
+    config_name = []
     name = hydra_config.job.config_name
     if name != "train":
-        texts.append(f"--config-name={name}")
-    return texts
+        config_name.append(f"--config-name={name}")
+    return [*config_dirs, *config_paths, *config_name]
 
 
 def overrides(hydra_config: HydraConf) -> list[str]:
     """Return the command line's overrides, without the checkpoint that training resumed: the run soon has its own."""
-    task = cast(ListConfig, hydra_config.overrides.task)
-    texts = cast(list[str], OmegaConf.to_container(task, resolve=False))  # an override may contain an interpolation
-    trains = all(text == "mode=train" for text in texts if text.startswith("mode="))
-    if trains:
+    node = cast(ListConfig, hydra_config.overrides.task)
+    texts = cast(list[str], OmegaConf.to_container(node, resolve=False))  # an override may contain an interpolation
+    modes = [text for text in texts if text.startswith("mode=")]
+    if set(modes) <= {"mode=train"}:
         texts = [text for text in texts if not text.startswith("checkpointing.resume=")]
     return [as_entered(text) for text in texts]
 
@@ -126,14 +151,16 @@ def overrides(hydra_config: HydraConf) -> list[str]:
 def override(name: str, value: str) -> str:
     """Return `NAME=VALUE`, as Hydra reads it back: quoted unless it is a path, since a word may be null or a number."""
     is_plain_path = "/" in value and re.fullmatch(r"[\w/.:+-]+", value, re.ASCII)
-    return f"{name}={value}" if is_plain_path else f"{name}={quoted(value)}"
+    if not is_plain_path:
+        value = quoted(value)
+    return f"{name}={value}"
 
 
 def quoted(value: str) -> str:
     """Return `value` in quotes, as Hydra and OmegaConf read it back: `${` does not start an interpolation. Backslashes
     are literal except before a quote and before `${`.
     """
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # those before it are doubled, and one more makes it literal
     text = re.sub(r"(\\*)'", r"\1\1\\'", text)
     text = re.sub(r"(\\+)\Z", r"\1\1", text)  # before the closing quote
     return f"'{text}'"
@@ -146,19 +173,29 @@ def with_changes(texts: Iterable[str], changes: Iterable[str]) -> list[str]:
     """
     by_setting = {_setting_of(text): text for text in texts}
     changes = list(changes)
+
+    # Drop classes first: a change may itself name one.
     for change in changes:
         if "=" in change and not change.startswith("~"):
             _drop_class(by_setting, _setting_of(change))
+
+    # A dictionary keeps the place of a setting whose override is replaced.
     for change in changes:
         setting = _setting_of(change)
-        mark = "" if change.startswith(("+", "~")) else _mark_of(by_setting.get(setting, ""))
-        by_setting[setting] = mark + change
-    return sorted(by_setting.values(), key=lambda text: not text.startswith("-"))
+        if not change.startswith(("+", "~")):
+            change = _mark_of(by_setting.get(setting, "")) + change
+        by_setting[setting] = change
+
+    flag_texts = [text for text in by_setting.values() if text.startswith("-")]
+    override_texts = [text for text in by_setting.values() if not text.startswith("-")]
+    return [*flag_texts, *override_texts]
 
 
 def _setting_of(text: str) -> str:
     """Return the setting or group of an override; a flag is returned as it is."""
-    return text if text.startswith("-") else text.lstrip("+~").partition("=")[0]
+    if text.startswith("-"):
+        return text
+    return text.lstrip("+~").partition("=")[0]
 
 
 def _mark_of(override: str) -> str:
@@ -168,9 +205,10 @@ def _mark_of(override: str) -> str:
 
 def _drop_class(by_setting: dict[str, str], group: str) -> None:
     """Remove the overrides of a group in which one names a class."""
-    if any(_names_class(text, group) for text in by_setting.values()):
-        in_group = [setting for setting in by_setting if f"{setting}.".startswith(f"{group}.")]
-        for setting in in_group:
+    if not any(_names_class(text, group) for text in by_setting.values()):
+        return
+    for setting in list(by_setting):
+        if f"{setting}.".startswith(f"{group}."):
             del by_setting[setting]
 
 

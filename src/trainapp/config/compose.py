@@ -35,10 +35,18 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: s
     config_dir: as `--config-dir`, a folder with your own options. Raises UserError with all mistakes.
     """
     hydra_overrides = command_line.for_hydra(as_overrides(overrides))
-    folders = [] if config_dir is None else [Path(config_dir).expanduser().resolve()]
-    if not all(map(Path.is_dir, folders)):
-        raise UserError(f"config_dir={config_dir}: there is no such folder; name the one that holds your YAML files")
-    search_path = [f"hydra.searchpath=[{command_line.quoted(str(folder))}]" for folder in folders]
+
+    # The user's folder: a flag of the shell command, and an override for Hydra's API, which has no flags.
+    flags = []
+    search_path = []
+    if config_dir is not None:
+        folder = Path(config_dir).expanduser().resolve()
+        if not folder.is_dir():
+            rule = "there is no such folder; name the one that holds your YAML files"
+            raise UserError(f"config_dir={config_dir}: {rule}")
+        flags.append(f"--config-dir={folder}")
+        search_path.append(f"hydra.searchpath=[{command_line.quoted(str(folder))}]")
+
     try:
         with _without_callers_hydra(), initialize_config_dir(str(CONF), **VERSION_BASE):
             composed = compose("train", [*hydra_overrides, *search_path])
@@ -47,9 +55,10 @@ def from_command_line(overrides: Iterable[str], run_dir: str = "", config_dir: s
         if message is None:
             raise
         raise UserError(message) from None
-    flags = [f"--config-dir={folder}" for folder in folders]
+
     entered = [command_line.as_entered(text) for text in hydra_overrides]
-    return from_hydra(composed, run_dir, command_line.command(flags + entered, run_dir), entered)
+    command = command_line.command(flags + entered, run_dir)
+    return from_hydra(composed, run_dir, command, entered)
 
 
 @contextlib.contextmanager
@@ -61,6 +70,8 @@ def _without_callers_hydra() -> Iterator[None]:
     callers_hydra = global_hydra.hydra
     callers_job_name = job_runtime.get("name")
     callers_version_base = version.version_base
+
+    # A second initialization overwrites all three.
     global_hydra.clear()
     try:
         yield
@@ -91,15 +102,19 @@ def from_hydra(composed: DictConfig, run_dir: str, command: str, overrides: Iter
     try:
         plain = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True))
     except OmegaConfBaseException as error:
-        setting = f"{error.full_key}: " if error.full_key else ""
-        raise UserError(f"{setting}{str(error).strip().splitlines()[0]}") from None
+        message = str(error).strip().splitlines()[0]  # the lines after it are about OmegaConf's objects
+        if error.full_key:
+            message = f"{error.full_key}: {message}"
+        raise UserError(message) from None
+
+    # Arguments of the task were composed apart: see `command_line.for_hydra`.
     overrides = [command_line.as_entered(text) for text in overrides]
     if any(text.startswith("task.") for text in overrides):
-        # Composed apart: see `command_line.for_hydra`.
         task = plain.get("task")
         if not isinstance(task, dict):
             task = {"_target_": task}
         plain["task"] = _merged(task, plain.pop("task_arguments", {}))
+
     settings = {_setting_of(text) for text in overrides}
     return from_dict(plain, run_dir, command, sorted(settings))
 
@@ -108,7 +123,10 @@ def _merged(node: Any, changes: Any) -> Any:
     """Return a node of plain containers, with changes at any depth of its mappings."""
     if not (isinstance(node, dict) and isinstance(changes, dict)):
         return changes
-    return node | {key: _merged(node.get(key), value) for key, value in changes.items()}
+    merged = dict(node)
+    for key, value in changes.items():
+        merged[key] = _merged(node.get(key), value)
+    return merged
 
 
 def _setting_of(override: str) -> str:
@@ -124,7 +142,10 @@ def from_dict(plain: dict[str, Any], run_dir: str = "", command: str = "", given
     try:
         config = TypeAdapter(Config).validate_python(_in_sections(plain) | filled_in)
     except pydantic.ValidationError as error:
-        errors.extend(_as_written(line) for line in messages(error, "", _known_keys))
+        for message in messages(error, "", _known_keys):
+            errors.append(_as_written(message))
+
+    # Conflicts are only checked between valid values.
     if not errors:
         errors = excludes.conflicts(config)
     if errors:
@@ -137,14 +158,18 @@ def _in_sections(plain: dict[str, Any]) -> dict[str, Any]:
     sets dropped, and each update's optimizer merged over the common one.
     """
     sections = _with_task(plain)
+
+    # `metrics.accuracy=null` on the command line removes one that a file adds.
     for group in ("metrics", "callbacks", "tracker", "eval"):
         nodes = plain.get(group) or {}
         if isinstance(nodes, dict):
             nodes = {name: node for name, node in nodes.items() if node is not None}
         sections[group] = nodes
+
     updates = plain.get("updates")
+    common_optimizer = plain.get("optimizer")
     if isinstance(updates, list):
-        sections["updates"] = [_with_optimizer(update, plain.get("optimizer")) for update in updates]
+        sections["updates"] = [_with_optimizer(update, common_optimizer) for update in updates]
     return sections
 
 
@@ -153,8 +178,9 @@ def _with_task(node: dict[str, Any]) -> dict[str, Any]:
     task = node.get("task")
     if not isinstance(task, dict) or "_target_" not in task:
         return dict(node)
-    arguments = {key: value for key, value in task.items() if key != "_target_"}
-    return node | {"task": task["_target_"], "task_arguments": arguments}
+    arguments = dict(task)
+    name = arguments.pop("_target_")
+    return node | {"task": name, "task_arguments": arguments}
 
 
 def _with_optimizer(update: Any, common_optimizer: Any) -> Any:
@@ -162,15 +188,20 @@ def _with_optimizer(update: Any, common_optimizer: Any) -> Any:
     if not isinstance(update, dict):
         return update
     optimizer = update.get("optimizer") or {}
-    if isinstance(optimizer, dict) and "_target_" not in optimizer and isinstance(common_optimizer, dict):
+    names_class = isinstance(optimizer, dict) and "_target_" in optimizer
+    if isinstance(optimizer, dict) and isinstance(common_optimizer, dict) and not names_class:
         optimizer = common_optimizer | optimizer
     return _with_task(update) | {"optimizer": optimizer}
 
 
 def _as_written(message: str) -> str:
     """Return a message with its setting named as the user writes it, or a note if it is one of an earlier version."""
-    setting, _, value = message.partition(": ")[0].partition("=")
-    return mistakes.renamed(setting, value) or re.sub(r"^([\w.]+)\.target\b", r"\1._target_", message)
+    subject = message.partition(": ")[0]
+    setting, _, value = subject.partition("=")
+    note = mistakes.renamed(setting, value)
+    if note is not None:
+        return note
+    return re.sub(r"^([\w.]+)\.target\b", r"\1._target_", message)
 
 
 def _known_keys(location: tuple[Any, ...]) -> list[str]:
@@ -180,5 +211,7 @@ def _known_keys(location: tuple[Any, ...]) -> list[str]:
         if isinstance(part, int):  # `updates` is the only list of sections
             section = UpdateSettings
         else:
-            section = next(field.type for field in dataclasses.fields(section) if field.name == part)
-    return [field.name for field in dataclasses.fields(section) if field.name not in FILLED_IN]
+            types = {field.name: field.type for field in dataclasses.fields(section)}
+            section = types[part]
+    names = [field.name for field in dataclasses.fields(section)]
+    return [name for name in names if name not in FILLED_IN]

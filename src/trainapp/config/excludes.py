@@ -46,17 +46,25 @@ class Exclusion:
 
     def message(self, config: Config) -> str:
         """Return what the user reads."""
-        settings = " with ".join(_with_value(name, value_of(config, name)) for name in self.settings)
-        return f"{settings}: {self.reason}; {self.remedy}"
+        texts = []
+        for name in self.settings:
+            value = value_of(config, name)
+            texts.append(_with_value(name, value))
+        return f"{' with '.join(texts)}: {self.reason}; {self.remedy}"
 
 
 def conflicts(config: Config) -> list[str]:
     """Return the message of each exclusion that applies."""
-    configs = [config, *config.by_optimizer()]
-    messages: dict[str, None] = {}  # in order, each once
+    configs = [config, *config.by_optimizer()]  # the configuration's own `optimizer` may be one that no update uses
+    messages: list[str] = []
     for exclusion in EXCLUSIONS:
-        messages |= {exclusion.message(config): None for config in configs if exclusion.applies(config)}
-    return list(messages)
+        for variant in configs:
+            if not exclusion.applies(variant):
+                continue
+            message = exclusion.message(variant)
+            if message not in messages:  # all optimizers may break one rule
+                messages.append(message)
+    return messages
 
 
 def require_several_ranks(config: Config, world_size: int, setting: str) -> None:
@@ -86,14 +94,20 @@ def _with_value(name: str, value: Any) -> str:
     """Return a setting as the user writes it, with its value unless that is long."""
     setting = name.replace(".target", "._target_")
     is_long = isinstance(value, list | dict) and value
-    return setting if is_long else f"{setting}={as_yaml(value)}"
+    if is_long:
+        return setting
+    return f"{setting}={as_yaml(value)}"
 
 
 def value_of(config: Config, name: str) -> Any:
     """Return the value of a setting or a class's argument with a dotted name; None for an argument that is not set."""
     value: Any = config
-    for part in OF_GROUP.get(name, name).split("."):
-        value = getattr(value, part) if hasattr(value, part) else value.arguments.get(part)
+    path = OF_GROUP.get(name, name)
+    for part in path.split("."):
+        if hasattr(value, part):
+            value = getattr(value, part)
+        else:
+            value = value.arguments.get(part)
     return value
 
 

@@ -43,30 +43,42 @@ def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
     """Return the message for a mistake that Hydra has found, or None for an error that needs its traceback. It is
     Hydra's message, plus a suggestion if one is close.
     """
+    # Mistakes that raise other errors than Hydra's.
     if isinstance(error, ValueError) and str(error).startswith("Config group override"):
         return _explain_option_without_name(error, arguments)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
         return _explain_yaml(error, error.problem_mark)
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return None
+
+    # Strip what does not help to correct the mistake.
     text = str(error).strip().partition("\nConfig search path:")[0].strip()
     text = re.sub(r"^Error when parsing index: .*\n", "", text)  # Hydra 1.4 repeats all overrides there
+
     missing_option = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
     if missing_option is not None:
-        choices = re.findall(r"^\s+(\S+)$", text.partition("Available options")[2], re.MULTILINE)
+        _, _, options_text = text.partition("Available options")
+        choices = re.findall(r"^\s+(\S+)$", options_text, re.MULTILINE)
         return _explain_missing_option(missing_option[1], missing_option[2], choices)
+
     missing_setting = re.search(r"Could not override '([^']+)'", text)
     if missing_setting is not None:
-        setting = missing_setting[1]
-        return renamed(setting) or f"{setting}: no such setting{_suggestion(setting, error)}"
+        return _explain_missing_setting(missing_setting[1], error)
+
+    # Everything else in Hydra's words, plus those of the cause, which often say more.
     cause = str(error.__cause__ or "").strip()
-    return text if cause in text else f"{text}\n{cause}"
+    if cause not in text:
+        text = f"{text}\n{cause}"
+    return text
 
 
 def _explain_option_without_name(error: ValueError, arguments: Sequence[str]) -> str:
     """Return the message for a number, true, false or null in place of an option; Hydra's error does not say where."""
+    # The first override that may be meant.
     pattern = re.compile(r"\+?\w+=(-?[\d.]+|true|false|null)")
-    override = next((argument for argument in arguments if pattern.fullmatch(argument)), "")
+    suspects = [argument for argument in arguments if pattern.fullmatch(argument)]
+    override = suspects[0] if suspects else ""
+
     group, _, value = override.lstrip("+").partition("=")
     if value != "null":
         remedy = "`trainapp --help` lists them"
@@ -79,8 +91,10 @@ def _explain_option_without_name(error: ValueError, arguments: Sequence[str]) ->
 
 def _explain_yaml(error: yaml.MarkedYAMLError, mark: yaml.Mark) -> str:
     """Return the message for a file that is not valid YAML, with the position of the mistake."""
-    hint = "; inside braces, ??? needs quotes" if error.problem and "'?'" in error.problem else ""
-    return f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: not valid YAML: {error.problem}{hint}"
+    message = f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: not valid YAML: {error.problem}"
+    if error.problem and "'?'" in error.problem:
+        message += "; inside braces, ??? needs quotes"
+    return message
 
 
 def _explain_missing_option(group: str, name: str, choices: Sequence[str]) -> str:
@@ -92,14 +106,24 @@ def _explain_missing_option(group: str, name: str, choices: Sequence[str]) -> st
     return f"{group}={name}: no such option{suggest(name.lower(), choices)}; available: {available}"
 
 
-def _suggestion(setting: str, error: BaseException) -> str:
-    """Return which setting may be meant, or else how to add an argument that the YAML files do not list."""
+def _explain_missing_setting(setting: str, error: BaseException) -> str:
+    """Return the message for a setting that does not exist: which may be meant, or else how to add an argument that the
+    YAML files do not list.
+    """
+    note = renamed(setting)
+    if note is not None:
+        return note
+
+    # The names in the same section, which OmegaConf's error has; beside the sections also groups of options.
     section, _, key = setting.rpartition(".")
     choices: list[str] = []
     node = getattr(error.__cause__ or error, "parent_node", None)
     if node is not None and OmegaConf.is_dict(node):
         choices.extend(str(name) for name in node)
     if not section:
-        choices.extend(folder.name for folder in CONF.iterdir())  # groups of options
-    how_to_add = f"`trainapp --cfg job` shows all; to add one that the YAML files do not list, use +{setting}=VALUE"
-    return suggest(key, choices) or f"; {how_to_add}"
+        choices.extend(folder.name for folder in CONF.iterdir())
+
+    hint = suggest(key, choices)
+    if not hint:
+        hint = f"; `trainapp --cfg job` shows all; to add one that the YAML files do not list, use +{setting}=VALUE"
+    return f"{setting}: no such setting{hint}"

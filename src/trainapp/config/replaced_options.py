@@ -51,13 +51,16 @@ def _create_defaults_list(
     defaults = defaults_list.create_defaults_list(
         repo=repo, config_name=config_name, overrides_list=overrides_list, **flags
     )
-    if repo.config_exists(_MARK):
-        composition = _Composition(repo, defaults, overrides_list)
-        for section in composition.sections():
-            composition.leave_out_other_classes(section)
-        for option in composition.options():
-            if composition.is_replaced(option):
-                composition.leave_out(option)
+    if not repo.config_exists(_MARK):
+        return defaults
+    composition = _Composition(repo, defaults, overrides_list)
+
+    # First a class over the class of another file, then a class over an option.
+    for section in composition.sections():
+        composition.leave_out_other_classes(section)
+    for option in composition.options():
+        if composition.is_replaced(option):
+            composition.leave_out(option)
     return defaults
 
 
@@ -107,6 +110,8 @@ class _Composition:
     def leave_out_other_classes(self, section: str) -> None:
         """Leave out of the files what they write for a section before the last class that a file names for it."""
         files = self._files_for_all()
+
+        # Where the last class begins: later files that name it again, or none, add to it.
         last_class = None
         first_of_class = 0  # the position of the file that names it first
         for position, entry in enumerate(files):
@@ -114,9 +119,14 @@ class _Composition:
             if named_class not in (None, last_class):
                 last_class = named_class
                 first_of_class = position
-        kept = {"_target_", *_SETTINGS.get(section, ())}
-        has_removed = [self._remove_settings(entry, section, kept) for entry in files[:first_of_class]]
-        if any(has_removed):
+
+        # Settings of the program stay: they apply to any class.
+        settings_to_keep = {"_target_", *_SETTINGS.get(section, ())}
+        has_removed = False
+        for entry in files[:first_of_class]:
+            if self._remove_settings(entry, section, settings_to_keep):
+                has_removed = True
+        if has_removed:
             self._let_overrides_add(section)
 
     def _class_in(self, entry: ResultDefault, section: str) -> Any:
@@ -126,14 +136,16 @@ class _Composition:
             return content.get("_target_")
         return content if section == "task" else None
 
-    def _remove_settings(self, entry: ResultDefault, section: str, kept: set[str]) -> bool:
+    def _remove_settings(self, entry: ResultDefault, section: str, settings_to_keep: set[str]) -> bool:
         """Remove a section's settings, but for those to be kept, from a file as Hydra has read it. Return whether there
         were any.
         """
         content = self._value_in(entry, section)
         if not isinstance(content, dict):
             return False
-        names = [name for name in content if name not in kept]
+        names = [name for name in content if name not in settings_to_keep]
+
+        # From the node that Hydra will merge, of which `content` is a copy.
         node = OmegaConf.select(self._load(entry), section)
         assert isinstance(node, DictConfig)
         with open_dict(node):
@@ -169,11 +181,13 @@ class _Composition:
         ConfigCompositionException for an option that is chosen over the class of a file: on the command line, or in a
         later file.
         """
+        # A class on the command line replaces the option, unless that is chosen there, too.
         option_is_on_command_line = any(_override_chooses(override, option) for override in self._overrides)
         class_is_on_command_line = any(_override_sets(override, option.class_setting) for override in self._overrides)
         if class_is_on_command_line:
             return not option_is_on_command_line
 
+        # A class in a file replaces it, unless the same file chooses it. Choosing it later is an error.
         class_file = self._last_file_naming_a_class(option)
         if class_file is None:
             return False
@@ -187,8 +201,9 @@ class _Composition:
     def _last_file_naming_a_class(self, option: _Option) -> ResultDefault | None:
         """Return the last file behind the option in the defaults list that sets the class of its group, or None."""
         entries = self._defaults.defaults
-        position = max(entries.index(entry) for entry in option.entries)
-        for entry in reversed(entries[position + 1 :]):
+        last_position = max(entries.index(entry) for entry in option.entries)
+        entries_behind = entries[last_position + 1 :]
+        for entry in reversed(entries_behind):
             if self._file_sets(entry, option.class_setting):
                 return entry
         return None
@@ -203,7 +218,8 @@ class _Composition:
     def _is_after(self, config_path: str | None, entry: ResultDefault) -> bool:
         """Return whether a file comes after an entry in the defaults list."""
         entries = self._defaults.defaults
-        return any(later.config_path == config_path for later in entries[entries.index(entry) + 1 :])
+        later_entries = entries[entries.index(entry) + 1 :]
+        return any(later.config_path == config_path for later in later_entries)
 
     def leave_out(self, option: _Option) -> None:
         """Compose without the option."""
@@ -216,12 +232,14 @@ class _Composition:
         """Let overrides of a section add what was left out, as if each had a `++`; they need not remove it."""
         overrides = []
         for override in self._defaults.config_overrides:
-            if _is_within(override.key_or_group, section):
-                if override.type in (OverrideType.CHANGE, OverrideType.ADD):
-                    override = dataclasses.replace(override, type=OverrideType.FORCE_ADD)
-                elif override.is_delete() and not self._some_file_sets(override.key_or_group):
-                    continue  # Hydra refuses to remove a setting that does not exist
-            overrides.append(override)
+            if not _is_within(override.key_or_group, section):
+                overrides.append(override)
+            elif override.type in (OverrideType.CHANGE, OverrideType.ADD):
+                overrides.append(dataclasses.replace(override, type=OverrideType.FORCE_ADD))
+            elif override.is_delete() and not self._some_file_sets(override.key_or_group):
+                continue  # Hydra refuses to remove a setting that does not exist
+            else:
+                overrides.append(override)
         self._defaults.config_overrides = overrides
 
     def _some_file_sets(self, setting: str) -> bool:

@@ -123,4 +123,6 @@ def _each_setting(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)

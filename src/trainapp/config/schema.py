@@ -169,14 +169,17 @@ class Target:
         try:
             return validate(node)
         except ValidationError as error:
-            names = {details["loc"][0] for details in error.errors() if details["loc"]}
+            # Only if every mistake is the value of a setting: any other mistake is one for every class.
+            wrong_names = {details["loc"][0] for details in error.errors() if details["loc"]}
             is_of_user = isinstance(node, dict) and _is_users_class(node.get("_target_"))
-            if not is_of_user or not names <= setting_names(cls):
+            if not is_of_user or not wrong_names <= setting_names(cls):
                 raise
-            checked = validate({key: value for key, value in node.items() if key not in names})
-            for name in names:
-                checked.arguments[str(name)] = node[name]
-            return checked
+
+            valid_settings = {key: value for key, value in node.items() if key not in wrong_names}
+            section = validate(valid_settings)
+            for name in wrong_names:
+                section.arguments[str(name)] = node[name]
+            return section
 
 
 def _is_users_class(target: Any) -> bool:
@@ -512,7 +515,10 @@ class Config:
         """The optimizers, by the setting that they come from: each update's, or the only one."""
         if not self.updates:
             return {"optimizer": self.optimizer}
-        return {f"updates.{number}.optimizer": update.optimizer for number, update in enumerate(self.updates)}
+        optimizers = {}
+        for number, update in enumerate(self.updates):
+            optimizers[f"updates.{number}.optimizer"] = update.optimizer
+        return optimizers
 
     def by_optimizer(self) -> list["Config"]:
         """Return the configuration with each of its optimizers as `optimizer`: for rules about one."""
@@ -520,7 +526,8 @@ class Config:
 
     def chooses(self, name: str) -> bool:
         """Return whether the command line names this section or setting, or one within it."""
-        return any(f"{setting}.".startswith(f"{name}.") for setting in self.given)
+        settings = [f"{setting}." for setting in self.given]
+        return any(setting.startswith(f"{name}.") for setting in settings)
 
     @property
     def has_best(self) -> bool:

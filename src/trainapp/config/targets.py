@@ -57,13 +57,16 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
     is_dotted = isinstance(target, str) and "." in target
     if not is_dotted or not all(part.isidentifier() for part in target.split(".")):
         raise UserError(f"{setting}={target}: must be the dotted name of a class or function, such as torch.nn.Linear")
+
+    # Importing runs code, so the name must be allowed first.
     _require_allowed(target, target, setting, user_packages)
     module_name, _, name = target.rpartition(".")
     module = _import(module_name, f"{setting}={target}")
     located = getattr(module, name, None)
     if not callable(located):
-        names = [member for member in dir(module) if not isinstance(vars(module).get(member), types.ModuleType)]
-        raise UserError(f"{setting}={target}: {module_name} has no class or function {name}{suggest(name, names)}")
+        hint = suggest(name, _names_of_objects(module))
+        raise UserError(f"{setting}={target}: {module_name} has no class or function {name}{hint}")
+
     # A module's namespace also holds its imports: check where the object is defined.
     origin_module = _module_defining(located)
     if not _may_pass_on(target, origin_module, user_packages):
@@ -71,6 +74,12 @@ def locate(target: str, setting: str, user_packages: Sequence[str]) -> Callable[
     if target.startswith("transformers.") and "transformers" not in user_packages:
         _require_model_or_configuration(located, target, setting)
     return located
+
+
+def _names_of_objects(module: types.ModuleType) -> list[str]:
+    """Return the names in a module that are not other modules."""
+    namespace = vars(module)
+    return [name for name in dir(module) if not isinstance(namespace.get(name), types.ModuleType)]
 
 
 def _import(module_name: str, setting: str) -> types.ModuleType:
@@ -137,15 +146,20 @@ def _require_allowed(name: str, target: str, setting: str, user_packages: Sequen
     module_name = name.rpartition(".")[0]
     package = name.partition(".")[0]
     is_defined_elsewhere = name != target
-    origin = f"is defined in {module_name or 'no module'}, " if is_defined_elsewhere else ""
+    origin = ""
+    if is_defined_elsewhere:
+        origin = f"is defined in {module_name or 'no module'}, "
+
+    # Only the user's own packages can be allowed.
     if package == "trainapp":
         remedy = "its other modules are not meant to be named: put a function or class of your own around it"
     elif is_defined_elsewhere and package in ("", *sys.stdlib_module_names):
         remedy = "define a function or class of your own that uses it"
     else:
-        # All of the user's, since a list on the command line takes the place of the one in a YAML file.
+        # Include packages already allowed: a list on the command line replaces the one in a YAML file.
         packages = [user_package for user_package in user_packages if not user_package.startswith("trainapp.")]
-        remedy = f"if it is yours, allow it with 'user_packages=[{','.join([*packages, package])}]'"
+        packages.append(package)
+        remedy = f"if it is yours, allow it with 'user_packages=[{','.join(packages)}]'"
     raise UserError(
         f"{setting}={target}: {origin}not among the packages that may be named here ({', '.join(allowed)}); {remedy}"
     )
@@ -174,8 +188,8 @@ class Spec:
         token: the data's is often the end of text, which gets no gradient in an embedding with padding.
         """
         names = {name for name, parameter in parameters_of(target).items() if parameter.kind in NAMED}
-        origin = target.func if isinstance(target, functools.partial) else target
-        if str(getattr(origin, "__module__", "")).startswith("transformers."):
+        function = target.func if isinstance(target, functools.partial) else target
+        if _is_of_transformers(function):
             names.discard("pad_token_id")
         return names.intersection(self.values)
 
@@ -183,7 +197,8 @@ class Spec:
         """Return the values for the target's parameters that are not among those `passed`."""
         names = self.fillable_names(target).difference(passed)
         values = {name: value for name, value in self.values.items() if name in names}
-        self.filled.update({f"{setting}.{name}": value for name, value in values.items()})
+        for name, value in values.items():
+            self.filled[f"{setting}.{name}"] = value
         return values
 
     def note(self, arguments: Mapping[str, Any], setting: str) -> None:
@@ -191,6 +206,11 @@ class Spec:
         for name, value in arguments.items():
             if name in self.values:
                 self.written.append(Written(f"{setting}.{name}", name, value))
+
+
+def _is_of_transformers(target: Any) -> bool:
+    module_name = str(getattr(target, "__module__", ""))
+    return module_name.startswith("transformers.")
 
 
 def construct(
@@ -211,9 +231,12 @@ def construct(
         return target(**values)
     except Exception as error:
         # Transformers' configurations validate values with their own error types.
-        if not isinstance(error, ValueError) and not str(getattr(target, "__module__", "")).startswith("transformers."):
+        if not isinstance(error, ValueError) and not _is_of_transformers(target):
             raise
-        raise UserError(str(error) if str(error).startswith(setting) else f"{setting}: {error}") from error
+        message = str(error)
+        if not message.startswith(setting):
+            message = f"{setting}: {message}"
+        raise UserError(message) from error
 
 
 def function_of(
@@ -234,10 +257,15 @@ def function_of(
                 f"{setting}: an instance of {target.__name__} cannot be called; give it a method `__call__`"
             )
         return built
-    positional = dict.fromkeys(list(parameters_of(target))[:leading])
-    keywords = _arguments_of(target, arguments, setting, user_packages, (provided or {}) | positional)
-    keywords = {name: value for name, value in keywords.items() if name not in positional}
-    return functools.partial(target, **keywords) if keywords else target
+
+    # The leading parameters count as provided while the others are checked, and are left to the caller.
+    leading_names = list(parameters_of(target))[:leading]
+    placeholders = dict.fromkeys(leading_names)
+    checked = _arguments_of(target, arguments, setting, user_packages, (provided or {}) | placeholders)
+    keywords = {name: value for name, value in checked.items() if name not in leading_names}
+    if not keywords:
+        return target
+    return functools.partial(target, **keywords)
 
 
 def _arguments_of(
@@ -250,6 +278,8 @@ def _arguments_of(
 ) -> dict[str, Any]:
     """Return all arguments of the target, checked and built. Arguments: see `construct`."""
     parameters = parameters_of(target)
+
+    # What the user leaves unset, from `provided` and then from the spec. A null is unset, too.
     filled_in = {}
     for name, value in (provided or {}).items():
         if name in parameters and arguments.get(name) is None:
@@ -259,23 +289,33 @@ def _arguments_of(
         spec.note(written, setting)
         filled_in |= spec.fill(target, written, setting)
 
+    # All mistakes of the others are reported before anything is built.
     arguments = {name: value for name, value in arguments.items() if name not in filled_in}
     errors = check_arguments(target, arguments, setting, filled_in)
     if errors:
         raise UserError("\n".join(errors))
-    built = {name: _build(value, f"{setting}.{name}", user_packages, spec) for name, value in arguments.items()}
+
+    built = {}
+    for name, value in arguments.items():
+        built[name] = _build(value, f"{setting}.{name}", user_packages, spec)
     return built | filled_in
 
 
 def _build(node: Any, setting: str, user_packages: Sequence[str], spec: Spec | None = None) -> Any:
     """Return the value of a node of plain containers, in which mappings with `_target_` are built."""
     if isinstance(node, list):
-        return [_build(child, f"{setting}.{index}", user_packages, spec) for index, child in enumerate(node)]
+        values = []
+        for index, child in enumerate(node):
+            values.append(_build(child, f"{setting}.{index}", user_packages, spec))
+        return values
     if not isinstance(node, dict):
         return node
     if "_target_" in node:
         return _build_target(node, setting, user_packages, spec)
-    return {key: _build(value, f"{setting}.{key}", user_packages, spec) for key, value in node.items()}
+    value_by_key = {}
+    for key, child in node.items():
+        value_by_key[key] = _build(child, f"{setting}.{key}", user_packages, spec)
+    return value_by_key
 
 
 def _build_target(node: dict[str, Any], setting: str, user_packages: Sequence[str], spec: Spec | None) -> Any:
@@ -284,11 +324,15 @@ def _build_target(node: dict[str, Any], setting: str, user_packages: Sequence[st
     """
     target = locate(node["_target_"], f"{setting}._target_", user_packages)
     arguments = {key: value for key, value in node.items() if key not in ("_target_", "_args_", "_partial_")}
+
+    # Bind positional arguments first: the others are checked against the signature that is left.
     if "_args_" in node:
         positional = _build(node["_args_"], f"{setting}._args_", user_packages, spec)
         if spec is not None:
-            spec.note(dict(zip(parameters_of(target), positional, strict=False)), setting)
+            value_by_parameter = dict(zip(parameters_of(target), positional, strict=False))
+            spec.note(value_by_parameter, setting)
         target = functools.partial(target, *positional)
+
     if node.get("_partial_"):
         return _build_partial(target, arguments, setting, user_packages, spec)
     return construct(target, arguments, setting, user_packages, spec=spec)
@@ -300,12 +344,16 @@ def _build_partial(
     """Return `target` with these arguments bound, to which the spec adds the others when it is called."""
     if spec is None:
         return functools.partial(target, **_build(arguments, setting, user_packages))
+
+    # A null counts as unset where the spec has a value.
     written = {name: value for name, value in arguments.items() if value is not None or name not in spec.values}
     spec.note(written, setting)
     values = _build(written, setting, user_packages, spec)
-    unset = spec.fillable_names(target).difference(written)
-    if not unset:  # a plain partial is faster, and often called in each forward
+    unset_names = spec.fillable_names(target).difference(written)
+    if not unset_names:  # a plain partial is faster, and often called in each forward
         return functools.partial(target, **values)
+
+    # The spec's values are added at the call, which may pass some of them.
     partial = _FilledPartial(target, **values)
     partial.setting = setting
     partial.spec = spec
@@ -320,7 +368,8 @@ class _FilledPartial(functools.partial):
 
     def __call__(self, /, *args: Any, **keywords: Any) -> Any:
         positional = (*self.args, *args)
-        positional_names = list(parameters_of(self.func))[: len(positional)]
-        passed = {**self.keywords, **keywords}
-        from_spec = self.spec.fill(self.func, [*positional_names, *passed], self.setting)
-        return self.func(*positional, **passed, **from_spec)
+        passed_keywords = {**self.keywords, **keywords}
+        parameter_names = list(parameters_of(self.func))
+        passed_names = [*parameter_names[: len(positional)], *passed_keywords]
+        from_spec = self.spec.fill(self.func, passed_names, self.setting)
+        return self.func(*positional, **passed_keywords, **from_spec)

@@ -78,13 +78,19 @@ def compare(a: Path, b: Path, which: int | str | None = None) -> Comparison:
     record_of_a = differences.read_record(a, last_step)
     record_of_b = differences.read_record(b, last_step)
     records = (record_of_a, record_of_b)
+
+    # How far each has trained, up to the requested step.
     steps_of_a = record_of_a.steps
     steps_of_b = record_of_b.steps
     if last_step is not None:
         steps_of_a = min(steps_of_a, last_step)
         steps_of_b = min(steps_of_b, last_step)
+
     weights, no_weights = _compare_weights(a, b, which)
+
+    # The coarser precision of the two decides what may be rounding.
     is_fp32 = differences.precisions(*records) <= _ROUNDED_AS_FP32
+    rounding = _ROUNDING_FP32 if is_fp32 else _ROUNDING
     return Comparison(
         a=record_of_a,
         b=record_of_b,
@@ -99,20 +105,25 @@ def compare(a: Path, b: Path, which: int | str | None = None) -> Comparison:
         other_sizes=differences.first_other_sizes(*records),
         weights=weights,
         no_weights=no_weights,
-        rounding=_ROUNDING_FP32 if is_fp32 else _ROUNDING,
+        rounding=rounding,
     )
 
 
 def _compare_weights(a: Path, b: Path, which: int | str | None) -> "tuple[CheckpointDifference | None, str]":
     """Return how the weights differ, or None and why they were not compared."""
-    without_checkpoint = [name for name, run in (("A", a), ("B", b)) if not any(run.glob(f"{CHECKPOINTS}/step_*"))]
+    without_checkpoint = []
+    for name, run in (("A", a), ("B", b)):
+        checkpoints = run.glob(f"{CHECKPOINTS}/step_*")
+        if not any(checkpoints):
+            without_checkpoint.append(name)
     if without_checkpoint and which is None:
         verb = "have" if len(without_checkpoint) > 1 else "has"
         return None, f"{' and '.join(without_checkpoint)} {verb} no checkpoint"
     from trainapp.checkpoint import comparison  # late: it imports torch
 
     try:
-        return comparison.compare(*comparison.choose(a, b, which)), ""
+        checkpoint_of_a, checkpoint_of_b = comparison.choose(a, b, which)
+        return comparison.compare(checkpoint_of_a, checkpoint_of_b), ""
     except UserError as error:  # what was logged can be compared without them
         if which is not None:
             raise
@@ -125,11 +136,16 @@ def _compare_weights(a: Path, b: Path, which: int | str | None) -> "tuple[Checkp
 def lines_of(comparison: Comparison) -> Iterator[str]:
     """Yield the text without the last sentence."""
     yield from _aligned([_run_row("A", comparison.a), _run_row("B", comparison.b)])
-    changes = comparison.settings
-    pairs = None if changes is None else [Pair(change.name, change.before, change.now) for change in changes]
-    yield from _pairs_section("settings", pairs, "no file has the settings of both in the same form")
+
+    # How they were started.
+    settings = None
+    if comparison.settings is not None:
+        settings = [Pair(change.name, change.before, change.now) for change in comparison.settings]
+    yield from _pairs_section("settings", settings, "no file has the settings of both in the same form")
     yield from _pairs_section("versions and hosts", comparison.environment)
     yield from _pairs_section("entries of the recipe", comparison.recipe, f"at least one run has no {RECIPE}")
+
+    # What they computed.
     yield from _log_section("training", comparison.train)
     yield from _log_section("evaluations", comparison.evaluations)
     yield from _evaluations_of_one(comparison)
@@ -142,7 +158,8 @@ def _run_row(name: str, record: RunRecord) -> list[str]:
     if "steps" in record.result:
         state += f", {plural(record.result['steps'], 'step')}"
     if record.resumes:
-        state += f", resumed after step {listed(map(str, record.resumes), _MOST_ROWS)}"
+        steps = [str(step) for step in record.resumes]
+        state += f", resumed after step {listed(steps, _MOST_ROWS)}"
     return [name, shown(record.run_dir), state]
 
 
@@ -166,11 +183,16 @@ def _log_section(title: str, log: LogDifference) -> Iterator[str]:
         yield f"\n{title}: not compared, no step was logged by both"
         return
     yield f"\n{title}: {plural(len(log.steps), 'step')} logged by both, the last is {log.steps[-1]}"
+
+    # Scalars that differ.
     if log.scalars:
         header = ["  scalar", "first differs", "A", "B", "relative", "largest relative"]
-        yield from _aligned([header, *map(_scalar_row, log.scalars[:_MOST_ROWS])])
+        rows = [_scalar_row(scalar) for scalar in log.scalars[:_MOST_ROWS]]
+        yield from _aligned([header, *rows])
     if len(log.scalars) > _MOST_ROWS:
         yield f"  and {len(log.scalars) - _MOST_ROWS} more"
+
+    # All others, by name alone.
     for note, names in (("equal", log.equal), ("only in A", log.only_in_a), ("only in B", log.only_in_b)):
         if names:
             yield f"  {note}: {listed(names, _MOST_ROWS)}"
@@ -203,31 +225,43 @@ def _weights_section(comparison: Comparison) -> Iterator[str]:
     if weights is None:
         yield f"\nweights: not compared, {comparison.no_weights}"
         return
+
+    # Tensors of the model.
     step_of_a, step_of_b = weights.steps
-    steps = f"of step {step_of_a}" if step_of_a == step_of_b else f"of step {step_of_a} in A and {step_of_b} in B"
+    steps = f"of step {step_of_a}"
+    if step_of_a != step_of_b:
+        steps += f" in A and {step_of_b} in B"
     tensors = f"{plural(weights.equal, 'tensor')} equal bit for bit, {len(weights.weights)} not"
     yield f"\nweights {steps}: {tensors}"
     yield from _tensor_rows(weights)
     for note, names in (("only in A", weights.only_in_a), ("only in B", weights.only_in_b)):
         if names:
             yield f"  {note}: {listed(names, _MOST_ROWS)}"
+
+    # What else is in the checkpoints.
     if not weights.has_equal_values:
         yield "  values beside the tensors, or the frozen base of adapters, differ"
-    yield f"  the optimizer's state: {'equal bit for bit' if weights.has_equal_optimizer else 'differs'}"
+    optimizer_state = "equal bit for bit" if weights.has_equal_optimizer else "differs"
+    yield f"  the optimizer's state: {optimizer_state}"
     if weights.others:
         yield f"  further state that differs: {', '.join(weights.others)}"
 
 
 def _tensor_rows(weights: "CheckpointDifference") -> Iterator[str]:
     """Yield the tensors that differ, in values or in shape."""
+    # Tensors of equal shape, with the distance of their values.
     if weights.weights:
         rows = [["  tensor", "largest", "relative"]]
         for tensor in weights.weights[:_MOST_ROWS]:
-            dtypes = "" if tensor.dtypes is None else "{} -> {}".format(*tensor.dtypes)
+            dtypes = ""
+            if tensor.dtypes is not None:
+                dtypes = " -> ".join(tensor.dtypes)
             rows.append([f"  {tensor.name}", f"{tensor.largest:.2g}", f"{tensor.relative:.2g}", dtypes])
         yield from _aligned(rows)
     if len(weights.weights) > _MOST_ROWS:
         yield f"  and {len(weights.weights) - _MOST_ROWS} more"
+
+    # Tensors of different shapes, whose values cannot be compared.
     for name, shape_of_a, shape_of_b in weights.shapes[:_MOST_ROWS]:
         yield f"  {name}: shape {shape_of_a} -> {shape_of_b}"
     if len(weights.shapes) > _MOST_ROWS:
@@ -238,7 +272,8 @@ def _shortened(a: str, b: str) -> tuple[str, str]:
     """Return two different texts, both cut, if one is long, to begin a little before the first difference."""
     if max(len(a), len(b)) <= _LONGEST:
         return a, b
-    start = max(0, _first_difference(a, b) - _LONGEST // 2)
+    difference = _first_difference(a, b)
+    start = max(0, difference - _LONGEST // 2)
     return _excerpt(a, start), _excerpt(b, start)
 
 
@@ -254,17 +289,23 @@ def _excerpt(text: str, start: int) -> str:
     """Return at most `_LONGEST` characters of a text, from `start` on."""
     if start > 0:
         text = "..." + text[start:]
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+    if len(text) > _LONGEST:
+        text = text[: _LONGEST - 3] + "..."
+    return text
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield the rows with columns of equal width."""
-    widths = [0] * max(map(len, rows))
+    # Rows may have fewer cells than others.
+    column_count = max(len(row) for row in rows)
+    widths = [0] * column_count
     for row in rows:
         for column, cell in enumerate(row):
             widths[column] = max(widths[column], len(cell))
+
     for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
+        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        yield "  ".join(padded).rstrip()
 
 
 # --- the last sentence
@@ -278,14 +319,21 @@ def verdict(comparison: Comparison) -> tuple[str, int]:
     if not train.steps and not evaluations.steps and weights is None:
         reason = "the runs logged no common step, and have no checkpoints of the same step"
         return f"nothing to compare: {reason}", NOTHING_COMPARED
+
+    # Different: in what was compared, or in length.
     steps_of_a, steps_of_b = comparison.steps
     has_other_length = steps_of_a != steps_of_b
     lengths = f"A has trained {plural(steps_of_a, 'step')}, B {steps_of_b}"
-    if train.scalars or evaluations.scalars or (weights is not None and not weights.is_equal):
+    weights_differ = weights is not None and not weights.is_equal
+    if train.scalars or evaluations.scalars or weights_differ:
         sentence = _describe_difference(comparison)
-        return f"{sentence}; {lengths}" if has_other_length else sentence, DIFFERENT
+        if has_other_length:
+            sentence += f"; {lengths}"
+        return sentence, DIFFERENT
     if has_other_length:
         return f"identical bit for bit as far as both go; {lengths}", DIFFERENT
+
+    # Identical in everything that was compared.
     if weights is None:
         return "identical bit for bit in all logged values; the weights were not compared", IDENTICAL
     state = f"weights and optimizer of step {weights.steps[0]}"
@@ -299,38 +347,51 @@ def _weights_of_one_step(comparison: Comparison) -> "CheckpointDifference | None
     steps differ anyway.
     """
     weights = comparison.weights
-    return weights if weights is not None and weights.steps[0] == weights.steps[1] else None
+    if weights is None:
+        return None
+    step_of_a, step_of_b = weights.steps
+    return weights if step_of_a == step_of_b else None
 
 
 def _describe_difference(comparison: Comparison) -> str:
     """Return one sentence: whether runs that differ do so by rounding alone, or from which step on."""
+    # How large the differences are.
     scalars = [*comparison.train.scalars, *comparison.evaluations.scalars]
     judged = [scalar for scalar in scalars if kind_of(scalar.name) in _JUDGED]
-    weights = _weights_of_one_step(comparison)
     relative_differences = [scalar.largest for scalar in judged]
+    weights = _weights_of_one_step(comparison)
     if weights is not None:
         relative_differences.append(weights.relative if weights.has_same_tensors else math.inf)
     largest = max(relative_differences, default=0.0)
     is_small = 0 < largest <= comparison.rounding
+
+    # Rounding alone, unless something that changes the result is known to differ.
     changes = [change.name for change in comparison.settings or () if change.is_another_experiment]
     dependence = _dependence(comparison)
     start = _start(comparison)
+    circumstances = _circumstances(comparison)
     if is_small and not changes and not dependence:
-        circumstances = "".join(f"; {text}" for text in _circumstances(comparison))
+        text = "; ".join([start, *circumstances])
         return (
-            f"the same up to rounding, {start}{circumstances}; the largest relative difference of loss, lr, grad_norm "
+            f"the same up to rounding, {text}; the largest relative difference of loss, lr, grad_norm "
             f"and all weights together is {largest:.2g}"
         )
-    texts = [dependence] if dependence else [*_circumstances(comparison), *_advice(comparison)]
+
+    # Where the difference begins, and its cause or where to look for it.
+    reasons = [dependence] if dependence else [*circumstances, *_advice(comparison)]
     sentence = f"different {start}"
-    if texts:
-        sentence += f": {'; '.join(texts)}"
+    if reasons:
+        sentence += f": {'; '.join(reasons)}"
+
+    # Evidence for rounding all the same.
     if is_small:
         sentence += f"; within rounding ({largest:.2g} at most)"
         if changes:
             sentence += f", but these settings change the result: {listed(changes, most=4)}"
-    elif judged and not changes and max(scalar.relative for scalar in judged) <= comparison.rounding:
-        sentence += "; the first difference is as small as rounding, then it grows"
+    elif judged and not changes:
+        largest_at_first = max(scalar.relative for scalar in judged)
+        if largest_at_first <= comparison.rounding:
+            sentence += "; the first difference is as small as rounding, then it grows"
     return sentence
 
 
@@ -376,14 +437,19 @@ def _circumstances(comparison: Comparison) -> list[str]:
     if step is None:
         return []
     texts = []
+
+    # Sizes that differ only after this step are listed, too, but are not the cause.
     other_sizes = comparison.other_sizes
     if other_sizes is not None:
         is_later = comparison.a.attempt_of(step) < other_sizes
-        texts.append(f"the sizes of the micro-batches differ {'only ' if is_later else ''}from step {other_sizes} on")
+        only = "only " if is_later else ""
+        texts.append(f"the sizes of the micro-batches differ {only}from step {other_sizes} on")
+
     ranks_of_a = comparison.a.ranks_of(step)
     ranks_of_b = comparison.b.ranks_of(step)
     if ranks_of_a is not None and ranks_of_b is not None and ranks_of_a != ranks_of_b:
         texts.append(f"step {step} was computed by {plural(ranks_of_a, 'rank')} in A, by {ranks_of_b} in B")
+
     for name, after_step in _resumes_before(comparison, step):
         texts.append(f"{name} was resumed after step {after_step}")
     return texts
@@ -410,22 +476,29 @@ def _advice(comparison: Comparison) -> list[str]:
         return []
     step = train.scalars[0].step
     kinds = {kind_of(scalar.name) for scalar in train.scalars if scalar.step == step}
-    before = train.step_before(step)
+
+    # What differs first shows which part of a step is the cause.
     if "lr" in kinds:
         return ["look at the learning rate and its schedule"]
     if "loss" in kinds and step == 1:
         return ["look at the data, the initial weights, the loss and the precision"]
     if "grad_norm" in kinds and step == 1:
         return ["the loss is equal, look at the backward (precision, micro-batches, recomputation)"]
-    if before is None:
+
+    # If the previous step was not logged by both, the difference may have begun earlier.
+    equal_step = train.step_before(step)
+    if equal_step is None:
         return [f"no earlier step was logged by both; {_FINER_LOG}"] if step > 1 else []
-    if before < step - 1:
-        return [f"all was equal in step {before}; {_FINER_LOG}"]
+    if equal_step < step - 1:
+        return [f"all was equal in step {equal_step}; {_FINER_LOG}"]
+
+    # Otherwise it began between the two steps: with a resume or with the update.
     if not kinds & {"loss", "grad_norm"}:
         return []
-    if any(after_step == before for _, after_step in _resumes_before(comparison, step)):
+    resumed_after = [after_step for _, after_step in _resumes_before(comparison, step)]
+    if equal_step in resumed_after:
         return [
-            f"all was equal up to step {before}: look at what the resume changed, at state that is in no checkpoint, "
-            f"and at the samples of step {step}"
+            f"all was equal up to step {equal_step}: look at what the resume changed, at state that is in no "
+            f"checkpoint, and at the samples of step {step}"
         ]
-    return [f"look at the update of step {before} (the optimizer, its options) and the samples of step {step}"]
+    return [f"look at the update of step {equal_step} (the optimizer, its options) and the samples of step {step}"]

@@ -78,11 +78,12 @@ class RunRecord:
     def sizes_by_attempt(self) -> dict[str, dict[int, Any]]:
         """The micro-batch sizes by update ("" for a step's only one) and by the attempt from which they apply."""
         schedule = self.result.get("micro_schedule") or {}
-        if all(str(key).isdigit() for key in schedule):
+        is_of_one_update = all(str(key).isdigit() for key in schedule)
+        if is_of_one_update:
             schedule = {"": schedule}
         sizes = {}
-        for update, by_attempt in schedule.items():
-            sizes[update] = {int(attempt): size for attempt, size in by_attempt.items()}
+        for update, size_by_attempt in schedule.items():
+            sizes[update] = {int(attempt): size for attempt, size in size_by_attempt.items()}
         return sizes
 
 
@@ -120,7 +121,9 @@ class ScalarDifference:
     @property
     def relative(self) -> float:
         """The relative difference in the first step."""
-        return float(relative_differences(np.array([self.a]), np.array([self.b]))[0])
+        value_of_a = np.array([self.a])
+        value_of_b = np.array([self.b])
+        return float(relative_differences(value_of_a, value_of_b)[0])
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,8 @@ class LogDifference:
 
     def step_before(self, step: int) -> int | None:
         """Return the last step before this one that both have logged, or None."""
-        return max((earlier for earlier in self.steps if earlier < step), default=None)
+        earlier_steps = [earlier for earlier in self.steps if earlier < step]
+        return max(earlier_steps, default=None)
 
 
 # --- settings and the environment
@@ -160,7 +164,8 @@ def precisions(a: RunRecord, b: RunRecord) -> set[str]:
     modes = set()
     for record in (a, b):
         configuration = record.settings or record.manifest.get("config") or {}
-        mode = (configuration.get("precision") or {}).get("mode")
+        precision = configuration.get("precision") or {}
+        mode = precision.get("mode")
         if mode is not None:
             modes.add(mode)
     return modes
@@ -170,8 +175,13 @@ def environment(a: RunRecord, b: RunRecord) -> list[Pair]:
     """Return versions, hosts and numbers of ranks that differ, as far as both runs have recorded them."""
     facts_of_a = _environment(a)
     facts_of_b = _environment(b)
-    common = [name for name in facts_of_a if name in facts_of_b]
-    return _pairs({name: facts_of_a[name] for name in common}, {name: facts_of_b[name] for name in common})
+    common_of_a = {}
+    common_of_b = {}
+    for name in facts_of_a:
+        if name in facts_of_b:
+            common_of_a[name] = facts_of_a[name]
+            common_of_b[name] = facts_of_b[name]
+    return _pairs(common_of_a, common_of_b)
 
 
 def _environment(record: RunRecord) -> dict[str, Any]:
@@ -186,8 +196,10 @@ def recipe(a: RunRecord, b: RunRecord) -> list[Pair] | None:
     """Return the values in recipe.json that differ, apart from resumes; None unless both runs have one."""
     if not (a.recipe and b.recipe):
         return None
-    values_of_a = dict(_each_value({**a.recipe, "resumes": None}))
-    values_of_b = dict(_each_value({**b.recipe, "resumes": None}))
+    recipe_of_a = {**a.recipe, "resumes": None}
+    recipe_of_b = {**b.recipe, "resumes": None}
+    values_of_a = dict(_each_value(recipe_of_a))
+    values_of_b = dict(_each_value(recipe_of_b))
     return _pairs(values_of_a, values_of_b)
 
 
@@ -230,18 +242,24 @@ def first_other_sizes(a: RunRecord, b: RunRecord) -> int | None:
     """
     sizes_of_a = a.sizes_by_attempt
     sizes_of_b = b.sizes_by_attempt
-    differing = []
+
+    # Sizes change only at the attempts listed in either schedule.
+    differing_attempts = []
     for update in sizes_of_a.keys() & sizes_of_b.keys():
-        for attempt in sizes_of_a[update].keys() | sizes_of_b[update].keys():
-            if _size_in(sizes_of_a[update], attempt) != _size_in(sizes_of_b[update], attempt):
-                differing.append(attempt)
-    return min(differing, default=None)
+        schedule_of_a = sizes_of_a[update]
+        schedule_of_b = sizes_of_b[update]
+        for attempt in schedule_of_a.keys() | schedule_of_b.keys():
+            if _size_in(schedule_of_a, attempt) != _size_in(schedule_of_b, attempt):
+                differing_attempts.append(attempt)
+    return min(differing_attempts, default=None)
 
 
 def _size_in(sizes_by_attempt: Mapping[int, Any], attempt: int) -> Any:
     """Return the size that applies in an attempt; None before the first."""
     begun = [first for first in sizes_by_attempt if first <= attempt]
-    return sizes_by_attempt[max(begun)] if begun else None
+    if not begun:
+        return None
+    return sizes_by_attempt[max(begun)]
 
 
 def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Pair]:
@@ -260,6 +278,7 @@ def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Pair]:
 
 def logs(a: Mapping[str, Curve], b: Mapping[str, Curve]) -> LogDifference:
     """Compare what two runs have logged in the steps that both have logged."""
+    # Scalars that both have, likely causes first.
     differing = []
     equal = []
     for name in a.keys() & b.keys():
@@ -270,6 +289,7 @@ def logs(a: Mapping[str, Curve], b: Mapping[str, Curve]) -> LogDifference:
             differing.append(difference)
     differing.sort(key=lambda scalar: (scalar.step, _rank(scalar.name), scalar.name))
     equal.sort(key=lambda name: (_rank(name), name))
+
     steps_of_a = _steps(a)
     steps_of_b = _steps(b)
     return LogDifference(
@@ -292,6 +312,8 @@ def _compare_scalar(name: str, a: Curve, b: Curve) -> ScalarDifference | None:
     is_equal = _are_equal(values_of_a, values_of_b)
     if is_equal.all():
         return None
+
+    # Positions among the common steps.
     first = int(is_equal.argmin())
     relative = relative_differences(values_of_a, values_of_b)
     largest = int(relative.argmax())
@@ -323,21 +345,28 @@ def _are_equal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def kind_of(name: str) -> str:
     """Return what a scalar is, without the name of its update, parameter group or validation set: `lr` of `lr/head`."""
     parts = name.split("/")
-    return next((part for part in parts if part in _LOG_ORDER), parts[-1])
+    for part in parts:
+        if part in _LOG_ORDER:
+            return part
+    return parts[-1]
 
 
 def _rank(name: str) -> int:
     """Return the position of a scalar among those that begin to differ in one step."""
     kind = kind_of(name)
-    return _LOG_ORDER.index(kind) if kind in _LOG_ORDER else len(_LOG_ORDER)
+    if kind not in _LOG_ORDER:
+        return len(_LOG_ORDER)
+    return _LOG_ORDER.index(kind)
 
 
 def _steps(log: Mapping[str, Curve]) -> np.ndarray:
     """Return all steps in which something was logged."""
     if not log:
         return np.array([])
-    return np.unique(np.concatenate([np.array(curve.steps) for curve in log.values()]))
+    steps_of_curves = [np.array(curve.steps) for curve in log.values()]
+    return np.unique(np.concatenate(steps_of_curves))
 
 
 def _last_step(log: Mapping[str, Curve]) -> int:
-    return int(max((curve.steps[-1] for curve in log.values() if curve.steps), default=0))
+    last_steps = [curve.steps[-1] for curve in log.values() if curve.steps]
+    return int(max(last_steps, default=0))

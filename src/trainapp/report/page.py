@@ -35,33 +35,45 @@ def write_runs(folders: Sequence[Path], path: Path) -> None:
     for folder in folders:
         if not run_files.is_run(folder):
             raise UserError(f"{folder}: no run is here; name the directory of one, or of a sweep alone")
+
     runs = [run_files.read(folder) for folder in folders]
-    for run, name in zip(runs, _names(folders), strict=True):
+    names = _names(folders)
+    for run, name in zip(runs, names, strict=True):
         run["name"] = name
     _replace_curves_by_points(runs)
-    head = _head(runs[0]) if len(runs) == 1 else {"title": ", ".join(run["name"] for run in runs)}
-    _write(path, {**head, "sections": list(_sections(runs)), "runs": runs})
+
+    # A single run also has its numbers above the charts; those of several are in a table.
+    if len(runs) == 1:
+        head = _head(runs[0])
+    else:
+        head = {"title": ", ".join(names)}
+    sections = list(_sections(runs))
+    _write(path, {**head, "sections": sections, "runs": runs})
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """Return the last parts of the paths, as many as tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
-    for count in range(1, max(map(len, parts))):
-        names = ["/".join(path_parts[-count:]) for path_parts in parts]
+    parts_of_paths = [folder.resolve().parts for folder in folders]
+    longest = max(len(parts) for parts in parts_of_paths)
+    for count in range(1, longest):
+        names = ["/".join(parts[-count:]) for parts in parts_of_paths]
         if len(set(names)) == len(names):
             return names
-    return [path_parts[-1] for path_parts in parts]
+    return [parts[-1] for parts in parts_of_paths]  # one folder is given twice
 
 
 def _replace_curves_by_points(runs: Sequence[Mapping[str, Any]]) -> None:
     """Replace the curves of all runs by the points that the page draws."""
-    groups: list[dict[str, Any]] = []
+    groups: list[dict[str, Any]] = []  # the curves of a file, by name
     for run in runs:
         groups.extend(run["curves"].values())
+
+    # All curves together: they share the number of points of a page.
     curves: list[run_files.Curve] = []
     for group in groups:
         curves.extend(group.values())
     points = iter(run_files.points_of_all(curves))
+
     for group in groups:
         for name in group:
             group[name] = next(points)
@@ -83,8 +95,11 @@ def write_sweep(
     metric, direction = goal or ("", "")
     sections = []
     for title, header, rows in tables:
-        note, header, rows = without_constant(header, rows[:MOST_JOBS])
-        sections.append(_section(title, _table(header, rows, note=f"All: {note}." if note else "")))
+        constants, header, rows = without_constant(header, rows[:MOST_JOBS])
+        note = f"All: {constants}." if constants else ""
+        sections.append(_section(title, _table(header, rows, note=note)))
+
+    # Charts, which the page's script draws from the jobs.
     if goal is not None:
         sections.append(_section("History", "history"))
         sections.append(_section(f"{metric} against each setting", "settings"))
@@ -103,18 +118,22 @@ def write_sweep(
 
 def without_constant(header: Sequence[str], rows: Sequence[Sequence[Any]], first: int = 4) -> Table:
     """Return a text with what is the same in all rows, from the column `first` on, and the table without it."""
+    # A column of equal cells goes into the text, or nowhere if it says nothing. That of a single row stays.
     notes = []
-    columns = list(range(min(first, len(header))))
+    columns_to_keep = list(range(min(first, len(header))))
     for column in range(first, len(header)):
         cells = [row[column] for row in rows]
-        if len(rows) < 2 or any(cell != cells[0] for cell in cells):
-            columns.append(column)
+        differs = any(cell != cells[0] for cell in cells)
+        if differs or len(rows) < 2:
+            columns_to_keep.append(column)
         elif cells[0] not in ("", BLANK):
             notes.append(f"{header[column]} {cells[0]}")
+
+    shorter_header = [header[column] for column in columns_to_keep]
     shorter_rows = []
     for row in rows:
-        shorter_rows.append([row[column] for column in columns])
-    return ", ".join(notes), [header[column] for column in columns], shorter_rows
+        shorter_rows.append([row[column] for column in columns_to_keep])
+    return ", ".join(notes), shorter_header, shorter_rows
 
 
 def _head(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,27 +165,38 @@ def _facts(run: Mapping[str, Any]) -> list[Fact]:
     def last_logged(name: str) -> Any:
         return curves[name]["y"][-1] if name in curves else None
 
+    # The objective, and when it was best.
     metric = result.get("metric")
     objective = result.get("objective_note")
-    if not objective:
-        objective = number_text(result["objective"] if metric else last_logged("loss"))
+    if not objective and metric:
+        objective = number_text(result["objective"])
+    elif not objective:
+        objective = number_text(last_logged("loss"))
     best_step = result.get("best_step")
     best = f"best {number_text(result['best_objective'])} at step {best_step}" if best_step else ""
-    last_step = max((curve["x"][-1] for curve in curves.values()), default=0)
+
+    # How far, and how fast.
+    last_steps = [curve["x"][-1] for curve in curves.values()]
+    step_count = result.get("steps", max(last_steps, default=0))
     samples = f"{result['samples']:,} samples" if "samples" in result else ""
     speed = result.get("samples_per_second") or last_logged("samples_per_second")
+    throughput = BLANK if speed is None else f"{speed:,.0f}/s"
+
+    # Memory, and what it has led to.
     peak = result.get("peak_memory_bytes") or last_logged("memory/peak")
     limit = last_logged("memory/limit")
+    limit_text = f"of {memory_text(limit)}" if limit else ""
     micro_size = result.get("micro_size", last_logged("batch/micro_size"))
     accumulation = f"x {result['accumulation']} accumulated" if "accumulation" in result else ""
+    oom_count = result.get("oom_restarts", len(run["ooms"]))
     return [
         Fact(metric or "last loss", objective, best),
-        Fact("steps", number_text(result.get("steps", last_step)), samples),
+        Fact("steps", number_text(step_count), samples),
         Fact("time", seconds_text(result.get("seconds"))),
-        Fact("throughput", BLANK if speed is None else f"{speed:,.0f}/s", "samples"),
-        Fact("peak memory", memory_text(peak), f"of {memory_text(limit)}" if limit else ""),
+        Fact("throughput", throughput, "samples"),
+        Fact("peak memory", memory_text(peak), limit_text),
         Fact("micro-batch", number_text(micro_size), accumulation),
-        Fact("OOMs", number_text(result.get("oom_restarts", len(run["ooms"])))),
+        Fact("OOMs", number_text(oom_count)),
     ]
 
 
@@ -186,14 +216,17 @@ def _sections(runs: Sequence[Mapping[str, Any]]) -> Iterable[Section]:
 
 def _runs_table(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a table with a row of numbers for each run."""
-    header = ["run", "state", *(fact.name for fact in _facts(runs[0]))]
+    fact_names = [fact.name for fact in _facts(runs[0])]
     rows = []
     for number, run in enumerate(runs):
         row = [{"text": run["name"], "color": number}, run["state"]]
         for fact in _facts(run):
-            row.append(f"{fact.value} ({fact.remark})" if fact.remark.startswith("best") else fact.value)
+            text = fact.value
+            if fact.remark.startswith("best"):
+                text += f" ({fact.remark})"
+            row.append(text)
         rows.append(row)
-    return _table(header, rows)
+    return _table(["run", "state", *fact_names], rows)
 
 
 def _differences(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -208,59 +241,86 @@ def _differences(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             rows.append([name, *values])
     if not rows:
         return _text("None.")
-    return _table(["setting", *(run["name"] for run in runs)], rows)
+    run_names = [run["name"] for run in runs]
+    return _table(["setting", *run_names], rows)
 
 
 def _incidents(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return tables of out-of-memory errors, and of the notes and warnings in the log."""
-    ooms: list[list[str]] = []
-    notes: list[list[str]] = []
+    # A row per incident; where there are several runs, it begins with the name of its run.
+    oom_header = ["step", "out of memory in", "asked for", "in use", "limit", "what followed", "time lost"]
+    note_header = ["time", "level", "notes and warnings"]
+    oom_rows: list[list[str]] = []
+    note_rows: list[list[str]] = []
     for run in runs:
-        name = [run["name"]] if len(runs) > 1 else []
-        ooms.extend([*name, *_oom_cells(oom)] for oom in run["ooms"])
-        notes.extend([*name, note["time"], note["level"].lower(), note["text"]] for note in run["notes"])
-    first_column = ["run"] if len(runs) > 1 else []
-    if ooms:
-        header = ["step", "out of memory in", "asked for", "in use", "limit", "what followed", "time lost"]
-        tables = [_table([*first_column, *header], ooms)]
+        rows_of_ooms = [_oom_cells(oom) for oom in run["ooms"]]
+        rows_of_notes = [[note["time"], note["level"].lower(), note["text"]] for note in run["notes"]]
+        if len(runs) > 1:
+            for row in (*rows_of_ooms, *rows_of_notes):
+                row.insert(0, run["name"])
+        oom_rows += rows_of_ooms
+        note_rows += rows_of_notes
+    if len(runs) > 1:
+        oom_header.insert(0, "run")
+        note_header.insert(0, "run")
+
+    if oom_rows:
+        items = [_table(oom_header, oom_rows)]
     else:
-        tables = [_text("No out-of-memory errors.")]
-    if notes:
-        tables.append(_table([*first_column, "time", "level", "notes and warnings"], notes))
-    return tables
+        items = [_text("No out-of-memory errors.")]
+    if note_rows:
+        items.append(_table(note_header, note_rows))
+    return items
 
 
 def _oom_cells(oom: Mapping[str, Any]) -> list[str]:
     """Return a row about an out-of-memory error."""
-    location = f"{oom['phase']} ({oom['module']})" if oom["module"] else oom["phase"]
-    sizes = [memory_text(oom[name]) for name in ("requested", "used", "limit")]
-    return [str(oom["step"]), location, *sizes, oom["action"], seconds_text(oom["seconds_lost"])]
+    location = oom["phase"]
+    if oom["module"]:
+        location += f" ({oom['module']})"
+    return [
+        str(oom["step"]),
+        location,
+        memory_text(oom["requested"]),
+        memory_text(oom["used"]),
+        memory_text(oom["limit"]),
+        oom["action"],
+        seconds_text(oom["seconds_lost"]),
+    ]
 
 
 def _configuration(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return each run's overrides, and a table of its settings in which those that they set are marked."""
-    parts = []
+    items = []
     for run in runs:
         title = "Changed on the command line" if len(runs) == 1 else run["name"]
-        overrides = "\n".join(map(shlex.quote, run["overrides"])) or "nothing: all settings have their defaults"
-        parts.append(_code(title, overrides))
-        overridden = {text.partition("=")[0].lstrip("+~") for text in run["overrides"]}
-        rows = [[name, value] for name, value in run["settings"].items()]
-        marked = [number for number, (name, _) in enumerate(rows) if name in overridden]
-        parts.append(_table(["setting", "value"], rows, folded=f"All {len(rows)} settings", marked=marked))
-    return parts
+        quoted_overrides = [shlex.quote(override) for override in run["overrides"]]
+        text = "\n".join(quoted_overrides) or "nothing: all settings have their defaults"
+        items.append(_code(title, text))
+
+        overridden = {override.partition("=")[0].lstrip("+~") for override in run["overrides"]}
+        rows = []
+        marked = []  # numbers of rows
+        for number, (name, value) in enumerate(run["settings"].items()):
+            rows.append([name, value])
+            if name in overridden:
+                marked.append(number)
+        items.append(_table(["setting", "value"], rows, folded=f"All {len(rows)} settings", marked=marked))
+    return items
 
 
 def _environment(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return for each run a table of where and with what it was started, and its command."""
-    parts = []
+    items = []
     for run in runs:
         title = "" if len(runs) == 1 else run["name"]
         facts = {"directory": run["folder"], "model and device": run["headline"], **run["environment"]}
-        parts.append(_table([title, ""], [[name, value] for name, value in facts.items() if value]))
+        rows = [[name, value] for name, value in facts.items() if value]
+        items.append(_table([title, ""], rows))
         if run["command"]:
-            parts.append(_code("", shlex.join(["trainapp", *run["command"]])))
-    return parts
+            command = shlex.join(["trainapp", *run["command"]])
+            items.append(_code("", command))
+    return items
 
 
 def _section(title: str, *items: Any, note: str = "") -> Section:
@@ -287,12 +347,16 @@ def number_text(value: float | None) -> str:
     if value is None:
         return BLANK
     needs_no_fraction = float(value).is_integer() or abs(value) >= 1e4
-    return f"{value:,.0f}" if needs_no_fraction else f"{value:.4g}"
+    if needs_no_fraction:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def memory_text(value: float | None) -> str:
     """Return `47.9 MiB`."""
-    return BLANK if value is None else bytes_text(value)
+    if value is None:
+        return BLANK
+    return bytes_text(value)
 
 
 def seconds_text(value: float | None) -> str:
@@ -308,9 +372,12 @@ def seconds_text(value: float | None) -> str:
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     """Write the page. Raises OSError if it cannot be written."""
-    written = f"Written by trainapp {trainapp.__version__}, {time.strftime('%Y-%m-%d %H:%M')}."
+    now = time.strftime("%Y-%m-%d %H:%M")
+    written = f"Written by trainapp {trainapp.__version__}, {now}."
     data = strict_json({**content, "written": written}, separators=(",", ":"))
     data = data.replace("<", "\\u003c")  # otherwise a text of a user could end the script element that holds the data
-    before, _, after = _TEMPLATE.read_text(encoding="utf-8").partition(_PLACEHOLDER)
+
+    template = _TEMPLATE.read_text(encoding="utf-8")
+    before, _, after = template.partition(_PLACEHOLDER)
     with atomic_write(path) as file:
         file.write(before + data + after)

@@ -84,11 +84,16 @@ class Curve:
         """Return at most about `most` points with the same minima, maxima and gaps, as `{"x": steps, "y": values}`."""
         steps = np.array(self.steps)
         values = np.array(self.values)
+
+        # Drop points inside level stretches, which loses nothing.
         is_corner = _corners(values)
         steps = steps[is_corner]
         values = values[is_corner]
+
+        # Then keep up to three points of each part.
         if len(steps) > most:
-            positions = _extremes(values, max(1, most // 3))  # up to three of each part
+            part_count = max(1, most // 3)
+            positions = _extremes(values, part_count)
             steps = steps[positions]
             values = values[positions]
         return {"x": [int(step) for step in steps], "y": [_rounded(value) for value in values]}
@@ -97,49 +102,63 @@ class Curve:
 def _corners(values: np.ndarray) -> np.ndarray:
     """Return a mask of the values that are not between two equal ones: the line through them is the same."""
     comparable = np.nan_to_num(values, nan=math.inf)  # nan is not equal to itself
+    differs_from_next = comparable[:-1] != comparable[1:]
     mask = np.ones(len(values), bool)
-    mask[1:-1] = (comparable[1:-1] != comparable[:-2]) | (comparable[1:-1] != comparable[2:])
+    mask[1:-1] = differs_from_next[:-1] | differs_from_next[1:]
     return mask
 
 
-def _extremes(values: np.ndarray, parts: int) -> np.ndarray:
-    """Return the positions of the first and the last value and, in each of about `parts` equal parts, of the smallest,
-    the largest and the first nan.
+def _extremes(values: np.ndarray, part_count: int) -> np.ndarray:
+    """Return the positions of the first and the last value and, in each of about `part_count` equal parts, of the
+    smallest, the largest and the first nan.
     """
     # As a table with a row for each part, the last of which is filled up with nan.
-    width = math.ceil(len(values) / parts)
-    count = math.ceil(len(values) / width)
-    padded = np.full(count * width, math.nan)
+    width = math.ceil(len(values) / part_count)
+    row_count = math.ceil(len(values) / width)
+    padded = np.full(row_count * width, math.nan)
     padded[: len(values)] = values
-    rows = padded.reshape(count, width)
+    rows = padded.reshape(row_count, width)
 
+    # The column of each extreme, by row.
     is_nan = np.isnan(rows)
     smallest = np.where(is_nan, math.inf, rows).argmin(axis=1)
     largest = np.where(is_nan, -math.inf, rows).argmax(axis=1)
     first_nan = is_nan.argmax(axis=1)  # the first value where none is nan
-    starts = np.arange(count) * width
+
+    # Convert to positions in `values`, without those in the padding.
+    row_starts = np.arange(row_count) * width
     ends = [0, len(values) - 1]
-    positions = np.unique(np.concatenate([ends, starts + smallest, starts + largest, starts + first_nan]))
+    candidates = np.concatenate([ends, row_starts + smallest, row_starts + largest, row_starts + first_nan])
+    positions = np.unique(candidates)
     return positions[positions < len(values)]
 
 
 def _rounded(value: float) -> float | None:
     """Return the value with six digits, or None if it is not finite."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+    if not math.isfinite(value):
+        return None
+    return float(f"{value:.6g}")
 
 
 def points_of_all(curves: Sequence[Curve]) -> list[dict[str, list[Any]]]:
     """Return the points of each curve: the fewer, the more curves there are. What short curves leave of `POINTS` is for
     the long ones.
     """
-    shortest_first = sorted(range(len(curves)), key=lambda number: len(curves[number].steps))
-    points: dict[int, dict[str, list[Any]]] = {}
-    unused = POINTS
-    for done, number in enumerate(shortest_first):
-        share = unused // (len(curves) - done)
-        points[number] = curves[number].points(max(FEWEST_POINTS, min(POINTS_PER_CURVE, share)))
-        unused -= len(points[number]["x"])
-    return [points[number] for number in range(len(curves))]
+    numbers = list(range(len(curves)))
+    shortest_first = sorted(numbers, key=lambda number: len(curves[number].steps))
+
+    # Each curve may have an equal share of the points that those before it have not used.
+    points_by_number: dict[int, dict[str, list[Any]]] = {}
+    unused_points = POINTS
+    curves_to_do = len(curves)
+    for number in shortest_first:
+        share = unused_points // curves_to_do
+        most = max(FEWEST_POINTS, min(POINTS_PER_CURVE, share))
+        points = curves[number].points(most)
+        points_by_number[number] = points
+        unused_points -= len(points["x"])
+        curves_to_do -= 1
+    return [points_by_number[number] for number in numbers]
 
 
 def state_of(result: Mapping[str, Any]) -> str:
@@ -148,7 +167,9 @@ def state_of(result: Mapping[str, Any]) -> str:
         return "failed"
     if result.get("stopped"):
         return "stopped"
-    return "finished" if result.get("ended") else ""
+    if result.get("ended"):
+        return "finished"
+    return ""
 
 
 def is_run(folder: Path) -> bool:
@@ -169,7 +190,9 @@ def newest_manifest(folder: Path) -> dict[str, Any]:
 
     A checkpoint with other damage counts: the damage is reported when it is loaded.
     """
-    for path in sorted(folder.glob(f"{CHECKPOINTS}/step_{8 * '[0-9]'}/{MANIFEST}"), reverse=True):
+    eight_digits = "[0-9]" * 8
+    paths = sorted(folder.glob(f"{CHECKPOINTS}/step_{eight_digits}/{MANIFEST}"))
+    for path in reversed(paths):
         with contextlib.suppress(OSError, ValueError):
             manifest = read_any_manifest(path.parent)
             if manifest.get("config"):
@@ -182,7 +205,8 @@ def read(folder: Path) -> dict[str, Any]:
     result = json_object(folder / RESULT)
     command = json_object(folder / COMMAND)
     headline, notes = _log(folder / LOG)
-    overrides = _yaml(folder / OVERRIDES) or []
+    overrides = _yaml(folder / OVERRIDES) or []  # none for a run from Python
+    settings = flat(composed_settings(folder))
     return {
         "folder": str(folder.resolve()),
         "state": state_of(result) or "not finished",
@@ -193,7 +217,7 @@ def read(folder: Path) -> dict[str, Any]:
         "ooms": _oom_facts(folder / OOM_REPORTS),
         "notes": notes,
         "overrides": [str(text)[:LONGEST_TEXT] for text in overrides],
-        "settings": {name: typed(value) for name, value in flat(composed_settings(folder))},
+        "settings": {name: typed(value) for name, value in settings},
         "command": command.get("arguments"),
         "environment": {name: value for name, value in command.items() if name != "arguments"},
     }
@@ -223,14 +247,16 @@ def _sizes(schedule: Any) -> dict[str, list[int]] | None:
     """Return the micro-batch sizes of the whole run, where there is one size at a time: not per shape or per update."""
     if not schedule or not all(isinstance(size, int) for size in schedule.values()):
         return None
-    steps = _first_ones_and_last(sorted(map(int, schedule)), POINTS_PER_CURVE)
+    all_steps = sorted(int(step) for step in schedule)
+    steps = _first_ones_and_last(all_steps, POINTS_PER_CURVE)
     return {"x": steps, "y": [schedule[str(step)] for step in steps]}
 
 
 def _oom_facts(folder: Path) -> list[dict[str, Any]]:
     """Return what the page shows of the first OOM reports and the last one. Each file has one, in order."""
     facts = []
-    for path in _first_ones_and_last(sorted(folder.glob("*.json")), INCIDENTS):
+    paths = sorted(folder.glob("*.json"))
+    for path in _first_ones_and_last(paths, INCIDENTS):
         report = json_object(path)
         if report:
             facts.append({name: report.get(name) for name in _OOM_FACTS})
@@ -239,7 +265,9 @@ def _oom_facts(folder: Path) -> list[dict[str, Any]]:
 
 def _first_ones_and_last(values: list[Any], most: int) -> list[Any]:
     """Return at most `most` values: the first ones and the last."""
-    return values if len(values) <= most else [*values[: most - 1], values[-1]]
+    if len(values) <= most:
+        return values
+    return [*values[: most - 1], values[-1]]
 
 
 def _log(path: Path) -> tuple[str, list[dict[str, str]]]:
@@ -251,15 +279,20 @@ def _log(path: Path) -> tuple[str, list[dict[str, str]]]:
             match = _LINE.match(line)
             if match is None:
                 continue
+
+            # The last such line wins: a resumed run logs several.
             text = match["text"]
             if " parameters on " in text:
                 headline = text
             elif len(notes) < INCIDENTS and not _SHOWN_ELSEWHERE.match(text):
-                notes.append({"time": match["time"], "level": match["level"], "text": text[:LONGEST_TEXT]})
+                note = {"time": match["time"], "level": match["level"], "text": text[:LONGEST_TEXT]}
+                notes.append(note)
     return headline, notes
 
 
 def typed(value: Any) -> str:
     """Return the value of a setting as it would be typed."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, str):
+        return value[:LONGEST_TEXT]
+    text = json.dumps(value, ensure_ascii=False, default=str)
     return text[:LONGEST_TEXT]

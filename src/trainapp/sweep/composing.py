@@ -79,10 +79,14 @@ class Composer:
         """Return the job with this number and these values. Raises UserError for mistakes in its settings."""
         swept = self.space.swept_overrides(values)
         overrides = [*self.space.fixed, *swept]
+
+        # Fill in what Hydra's own sweeper does: settings may refer to it.
         composed = self._compose(overrides)
         with open_dict(composed):
             composed.hydra.job.num = number
             composed.hydra.job.id = str(number)
+
+        # The directory's name may refer to the job's settings, and these to the directory.
         with _resolved_by(composed):
             folder = self.folder / str(OmegaConf.select(composed, "hydra.sweep.subdir"))
             with read_write(composed.hydra.runtime), open_dict(composed.hydra.runtime):
@@ -116,7 +120,10 @@ class Composer:
         Raises UserError that names the jobs that could not start.
         """
         is_whole = self.space.size <= MOST_CHECKED
-        configurations = list(self.space.grid() if is_whole else self.space.covering())
+        if is_whole:
+            configurations = list(self.space.grid())
+        else:
+            configurations = list(self.space.covering())
         print(f"checking {len(configurations)} jobs", flush=True)
 
         # Settings, as each job has them, and directories, which no two jobs may share.
@@ -127,7 +134,9 @@ class Composer:
         names_by_folder: dict[Path, str] = {}
         for values in configurations:
             name = " ".join(self.space.swept_overrides(values)) or "the job"
-            number = numbers[values] if values in numbers else next(next_numbers)
+            number = numbers.get(values)
+            if number is None:
+                number = next(next_numbers)
             try:
                 job = self.job(number, values)
             except UserError as error:
@@ -154,14 +163,19 @@ class Composer:
             more_overrides: overrides that it gets besides its own.
             folder: its directory, if not `job.folder`.
         """
-        overrides_of_hydra = cast(Any, OmegaConf.to_container(self._sweep.hydra.overrides.hydra, resolve=False))
         command = [sys.executable, "-m", "trainapp"]
         command += command_line.flags(self._sweep.hydra)
         command += job.overrides
         command += more_overrides
+
+        # What the user has overridden of Hydra itself, such as its logging.
+        overrides_of_hydra = cast(Any, OmegaConf.to_container(self._sweep.hydra.overrides.hydra, resolve=False))
         command += [text for text in overrides_of_hydra if not text.startswith(_OF_THE_SWEEP)]
+
+        # A single run that sees the same Hydra values as a job of Hydra's own sweeper.
+        run_dir = folder or job.folder
         command.append("hydra.mode=RUN")
-        command.append(command_line.override("hydra.run.dir", str(folder or job.folder)))
+        command.append(command_line.override("hydra.run.dir", str(run_dir)))
         command.append(f"hydra.job.num={job.number}")
         command.append(f"hydra.job.id='{job.number}'")
         command.append(command_line.override("hydra.sweep.dir", str(self.folder)))
@@ -186,7 +200,8 @@ def _by_message(errors: dict[str, str]) -> str:
     names_by_message: dict[str, list[str]] = {}
     for name, message in errors.items():
         one_line = "; ".join(message.splitlines())
-        names_by_message.setdefault(one_line, []).append(name)
+        names = names_by_message.setdefault(one_line, [])
+        names.append(name)
     lines = [f"{listed(names)}: {message}" for message, names in names_by_message.items()]
     return "\n".join(lines)
 

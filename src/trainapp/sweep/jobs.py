@@ -54,15 +54,21 @@ def plan_memory(command: Sequence[str], folder: Path, slot: Slot) -> MemoryNeed 
         folder: of the plan.
         slot: of the job.
     """
-    (folder / PLAN).unlink(missing_ok=True)
-    subprocess.run(command, capture_output=True, env=_environment(folder, [], slot, slot.threads))
-    facts = json_object(folder / PLAN)
+    # Remove an earlier plan: this one may fail.
+    plan_path = folder / PLAN
+    plan_path.unlink(missing_ok=True)
+    environment = _environment(folder, [], slot, slot.threads)
+    subprocess.run(command, capture_output=True, env=environment)
+    facts = json_object(plan_path)
     peak = facts.get("peak_bytes")
     if peak is None:
         return None
+
+    # The job gets its peak plus the plan's margin.
     limit = facts["limit_bytes"]
+    peak_with_margin = peak * (1 + facts["margin"])
     return MemoryNeed(
-        bytes=int(peak * (1 + facts["margin"])) + 1,
+        bytes=int(peak_with_margin) + 1,
         device_bytes=int(SHARE * limit),
         micro_size=facts["micro_size"],
         is_infeasible=not facts["largest_micro_size"] and peak > limit,
@@ -82,7 +88,9 @@ class Orphan:
     def poll(self) -> int | None:
         """Return NOT_OUR_CHILD once it has ended, None while it runs."""
         is_running = any(map(_is_alive, self.processes)) or directory.is_in_use(self.folder)
-        return None if is_running else NOT_OUR_CHILD
+        if is_running:
+            return None
+        return NOT_OUR_CHILD
 
     def terminate(self) -> None:
         """Send SIGTERM to its first process, if that is on this machine."""
@@ -103,12 +111,16 @@ class Launched:
         try:
             for returned in self.launch():
                 _ = returned.return_value  # raises the job's error
+        except UserError as error:
+            self.error = str(error)
         except BaseException as error:
-            self.error = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            self.error = f"{type(error).__name__}: {error}"
 
     def poll(self) -> int | None:
         """Return 1 after an error, 0 after none, None while it runs."""
-        return None if self._thread.is_alive() else int(bool(self.error))
+        if self._thread.is_alive():
+            return None
+        return 1 if self.error else 0
 
     def terminate(self) -> None:
         """Do nothing: it is left to run."""
@@ -131,18 +143,24 @@ def start(
         slot: whose cores and GPUs it gets.
         threads: of torch; None: torch's choice.
     """
+    environment = _environment(folder, sweep_overrides, slot, threads)
+    keep_to_cores = None
+    if slot.cores:
+        keep_to_cores = functools.partial(os.sched_setaffinity, 0, slot.cores)
+
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / CONSOLE_LOG).open("ab") as log:
-        log.write(f"{_START_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
-        log.flush()
+        started_at = time.strftime("%Y-%m-%d %H:%M:%S")
+        log.write(f"{_START_MARK}{started_at}\n".encode())
+        log.flush()  # before the process prints into the same file
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=_environment(folder, sweep_overrides, slot, threads),
+            env=environment,
             start_new_session=True,
-            preexec_fn=functools.partial(os.sched_setaffinity, 0, slot.cores) if slot.cores else None,
+            preexec_fn=keep_to_cores,
         )
 
 
@@ -151,9 +169,11 @@ def _environment(folder: Path, sweep_overrides: Sequence[str], slot: Slot, threa
     variables = dict(os.environ)
     variables[JOB] = str(folder)
     variables[SWEEP_SHARE] = "\n".join(sweep_overrides)
-    variables.pop(
-        "HYDRA_FULL_ERROR", None
-    )  # set by `__main__`: with it, a user's mistake would come with its traceback
+
+    # Set by `__main__`: with it, a user's mistake would come with its traceback.
+    variables.pop("HYDRA_FULL_ERROR", None)
+
+    # The job's share of the machine.
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
         variables["MKL_NUM_THREADS"] = str(threads)
@@ -173,10 +193,13 @@ def find_orphans(folders: Iterable[Path]) -> dict[Path, Orphan]:
     orphans = {folder: Orphan(folder) for folder in folders}
     if not orphans:
         return orphans
+
+    # A job's processes have its directory in their environment. Other users' environments cannot be read.
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             variables = process.environ()
-            orphan = orphans.get(Path(variables.get(JOB, "")))
+            folder = Path(variables.get(JOB, ""))
+            orphan = orphans.get(folder)
             if orphan is not None and process.pid != os.getpid():
                 orphan.processes.append(process)
                 orphan.gpus = variables.get("CUDA_VISIBLE_DEVICES")
@@ -210,31 +233,41 @@ def outcome(trial: Trial, mode: str, status: int, launcher_error: str = "") -> O
         launcher_error: the error that a launcher has reported, if any.
     """
     folder = Path(trial.folder)
-    result = json_object(folder / (PLAN if mode == "plan" else RESULT))
+    result_name = PLAN if mode == "plan" else RESULT
+    result = json_object(folder / result_name)
     facts = facts_of(result)
-    if status == NOT_OUR_CHILD:
-        has_finished = state_of(result) == "finished" if mode == "train" else bool(result)
-    else:
+
+    # Finished: by the exit status where it is known, otherwise by the files alone.
+    if status != NOT_OUR_CHILD:
         has_finished = status == 0 and not result.get("stopped")
+    elif mode == "train":
+        has_finished = state_of(result) == "finished"
+    else:
+        has_finished = bool(result)
     if has_finished:
         return Outcome("finished", "", facts)
 
+    # Interrupted: at a rung, or by a signal.
     error = _error_of(folder / CONSOLE_LOG, status, launcher_error)
     if _may_continue(status, error):
         if trial.is_held:
             return Outcome("paused", "", facts)
         is_orderly = status in (0, TO_BE_CONTINUED)
         return Outcome("stopped", "" if is_orderly else error, facts)
+
+    # Ended by an error of its own.
     error_kind = _kind_of(error, status, result)
-    return Outcome("infeasible" if error_kind == OUT_OF_MEMORY else "failed", error, facts, error_kind)
+    state = "infeasible" if error_kind == OUT_OF_MEMORY else "failed"
+    return Outcome(state, error, facts, error_kind)
 
 
 def _error_of(log: Path, status: int, launcher_error: str) -> str:
     """Return why a process has not finished; empty if it is not known."""
     if status == NOT_OUR_CHILD:
         return ""
-    if status < 0 or _signal_number(status) in _ENDING_SIGNALS:
-        return f"ended by {signal.Signals(_signal_number(status)).name}"
+    signal_number = _signal_number(status)
+    if status < 0 or signal_number in _ENDING_SIGNALS:
+        return f"ended by {signal.Signals(signal_number).name}"
     if launcher_error or status == 0:
         return launcher_error
     return _last_message(log)
@@ -244,7 +277,7 @@ def _may_continue(status: int, error: str) -> bool:
     """Return whether a job that has not finished was interrupted, not ended by an error of its own."""
     if status in (0, NOT_OUR_CHILD, TO_BE_CONTINUED) or _signal_number(status) in _ENDING_SIGNALS:
         return True
-    return directory.IN_USE in error
+    return directory.IN_USE in error  # another process continues its run
 
 
 def _kind_of(error: str, status: int, result: dict[str, Any]) -> str:
@@ -267,11 +300,17 @@ def _signal_number(status: int) -> int:
 
 def _last_message(log: Path) -> str:
     """Return the last message in the output of a job's last process: the one for the user, or that of a traceback."""
-    text = log.read_text(errors="replace") if log.exists() else ""
-    lines = text.rpartition(_START_MARK)[2].splitlines()[1:]  # the first one has the time
+    text = ""
+    if log.exists():
+        text = log.read_text(errors="replace")
+    _, _, text_of_process = text.rpartition(_START_MARK)
+    lines = text_of_process.splitlines()[1:]  # the first one has the time
+
+    # The message for the user, or its first two lines.
     message = "; ".join(message_in(lines)[:2])
     if message:
         return message
+
     # Of a traceback, the line after the indented ones; notes may follow it.
     error_lines = []
     for previous, line in itertools.pairwise(lines):

@@ -63,7 +63,11 @@ def common_objective(runs: Iterable[Mapping[str, Any]]) -> Goal:
 
 def objectives_of(runs: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
     """Return the metric and the direction of each objective among the runs, by their facts."""
-    return {(facts["metric"], facts["direction"]) for facts in runs if facts.get("direction")}
+    objectives = set()
+    for facts in runs:
+        if facts.get("direction"):
+            objectives.add((facts["metric"], facts["direction"]))
+    return objectives
 
 
 def kind_by_words(error: str) -> str:
@@ -136,7 +140,8 @@ class Journal:
 
     def config_changes(self, first_config: Config) -> list[str]:
         """Return what has changed in the configuration of the first job since the sweep began."""
-        return [str(change) for change in resume_rules.changes(self.first_request["config"], first_config.to_dict())]
+        changes = resume_rules.changes(self.first_request["config"], first_config.to_dict())
+        return [str(change) for change in changes]
 
     def add(self, event: str, **facts: Any) -> None:
         """Write a line, and apply it. Raises UserError if it cannot be written."""
@@ -158,7 +163,8 @@ class Journal:
             self.last_request = line
             self.digests |= line["digests"]
         elif event == "trial":
-            self.trials.append(Trial(line["number"], tuple(line["values"]), attributes=line["attributes"]))
+            trial = Trial(line["number"], tuple(line["values"]), attributes=line["attributes"])
+            self.trials.append(trial)
         else:
             self._apply_to_trial(self.trials[line["number"]], event, line)
 

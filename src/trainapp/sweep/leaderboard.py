@@ -43,8 +43,11 @@ def show(folder: Path) -> None:
     plans = [row for row in rows if (row.folder / PLAN).exists()]
     if plans:
         _print_table(*tables.table_of_plans(plans))
+
+    # All runs, and means over their seeds.
     runs = [row for row in rows if row not in plans]
-    ranked = rank([row for row in runs if row.state != NOT_BEGUN])
+    begun = [row for row in runs if row.state != NOT_BEGUN]
+    ranked = rank(begun)
     if not ranked:
         return
     header, cells = tables.table_with_settings(ranked)
@@ -53,9 +56,12 @@ def show(folder: Path) -> None:
     if merged:
         print()
         _print_table(*tables.table_with_settings(merged))
+
+    # What the table does not show.
     if (folder / JOURNAL).exists():
         _print_importance(Journal(folder, writes=False))
     _print_notes(runs, ranked)
+
     with contextlib.suppress(OSError):  # another user's folder
         tables.write_csv(ranked, folder / TABLE)
         tables.write_markdown(header, cells, folder / MARKDOWN)
@@ -78,18 +84,26 @@ def _print_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
     column is wrapped, beside the others or below.
     """
     terminal_width = shutil.get_terminal_size((80, 24)).columns
-    note, names, rows = page.without_constant(header[:-1], [line[:-1] for line in cells], first=3)
+
+    # What is the same in all rows.
+    other_columns = [line[:-1] for line in cells]
+    note, names, rows = page.without_constant(header[:-1], other_columns, first=3)
     if note:
         print(f"all: {note}")
+
+    # The header is the first line; an empty last column has none.
     lines = [names, *rows]
     last_column = [line[-1] for line in cells]
-    last_column.insert(0, header[-1] if any(last_column) else "")
+    last_header = header[-1] if any(last_column) else ""
+    last_column.insert(0, last_header)
 
+    # Where the last column begins.
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     indent = sum(widths) + 2 * len(widths)
     is_beside = terminal_width - indent >= _FEWEST_CHARACTERS
     if not is_beside:
         indent = _INDENT_BELOW
+
     for line, last_cell in zip(lines, last_column, strict=True):
         padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
         wrapped = textwrap.wrap(last_cell, terminal_width - indent, break_on_hyphens=False)
@@ -105,9 +119,13 @@ def _print_importance(journal: Journal) -> None:
     _, direction = common_objective(journal.facts) or ("", "")
     shares = samplers.importances(journal.space, journal.trials, direction)
     shares.pop(SEED, None)
-    if len(shares) > 1:
-        texts = [f"{key.lstrip('+~')} {share:.2f}" for key, share in shares.items()]
-        print("importance:", ", ".join(texts))
+    if len(shares) < 2:
+        return
+    texts = []
+    for key, share in shares.items():
+        setting = key.lstrip("+~")
+        texts.append(f"{setting} {share:.2f}")
+    print(f"importance: {', '.join(texts)}")
 
 
 def _print_notes(runs: Sequence[Row], ranked: Sequence[Row]) -> None:
@@ -120,11 +138,18 @@ def _print_notes(runs: Sequence[Row], ranked: Sequence[Row]) -> None:
     not_begun = [row.settings_text for row in runs if not row.name]
     if not_begun:
         print(f"{len(not_begun)} jobs have not begun: {listed(not_begun)}")
-    errors = dict.fromkeys(row.error for row in ranked if row.error)
-    for error in errors:
-        names = [row.name for row in ranked if row.error == error]
+
+    # Each error once, with the jobs that have it.
+    names_by_error: dict[str, list[str]] = {}
+    for row in ranked:
+        if row.error:
+            names_by_error.setdefault(row.error, []).append(row.name)
+    for error, names in names_by_error.items():
         print(f"{listed(names, 9)}: {error}")
-    if objective_of(ranked) is None and any(row.best is not None for row in ranked):
+
+    # Why the table has no ranks.
+    has_values = any(row.best is not None for row in ranked)
+    if has_values and objective_of(ranked) is None:
         print("not ranked: their objectives differ")
     without_best = [row.name for row in ranked if row.has_no_best]
     if without_best:
@@ -137,30 +162,39 @@ def _print_commands(ranked: Sequence[Row]) -> None:
     if objective_of(ranked) is None or not (best.folder / COMMAND).exists():
         return
     text = f"best: job {best.name}, {best.facts['metric']} {best.best:.6g}"
-    print(f"{text}; {best.settings_text}" if best.settings else text)
+    if best.settings:
+        text += f"; {best.settings_text}"
+    print(text)
     config = yaml.safe_load((best.folder / CONFIG).read_text())
     _print_longer_command(best, config)
-    checkpoint = best.folder / CHECKPOINTS / checkpoint_name(best.facts.get("best_step") or 0)
+
+    best_step = best.facts.get("best_step") or 0
+    checkpoint = best.folder / CHECKPOINTS / checkpoint_name(best_step)
     if not checkpoint.exists():
         return
+
+    # The run's flags and packages decide what is composed and which classes may be built.
     arguments_of_run = json_object(best.folder / COMMAND)["arguments"]
     flags = [shlex.quote(argument) for argument in arguments_of_run if argument.startswith("--")]
     packages = config.get("user_packages")
     for title, mode in (("evaluate it", "eval"), ("export it", "export")):
         arguments = [*flags, f"mode={mode}", f"checkpointing.resume={shown(checkpoint)}"]
         if packages:
-            arguments.append(f"'user_packages=[{','.join(packages)}]'")
+            package_list = ",".join(packages)
+            arguments.append(f"'user_packages=[{package_list}]'")
         print(f"  {title:<16}  python -m trainapp {' '.join(arguments)}")
 
 
 def _print_longer_command(best: Row, config: dict[str, Any]) -> None:
     """Print the command that trains the best run longer, if it has ended by its number of steps or epochs."""
-    setting = (best.facts.get("ended") or "").partition("=")[0].removeprefix("train.")
+    ended_by = best.facts.get("ended") or ""  # such as train.max_steps=100
+    setting = ended_by.partition("=")[0].removeprefix("train.")
     if setting not in ("max_steps", "max_epochs"):
         return
     other_setting = "max_epochs" if setting == "max_steps" else "max_steps"
     command = f"python -m trainapp continue {shown(best.folder)} train.{setting}=N"
-    if config.get("train", {}).get(other_setting) is not None:  # else it would end the run as before
+    settings_of_train = config.get("train", {})
+    if settings_of_train.get(other_setting) is not None:  # else it would end the run as before
         command += f" train.{other_setting}=null"
     print(f"  train it longer   {command}")
 

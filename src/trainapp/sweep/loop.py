@@ -91,9 +91,13 @@ class SweepLoop:
         while True:
             self._collect()
             has_begun = not self.stop and self._begin_next()
+
+            # Announced here, since the signal handler must not print.
             if self.stop and not has_announced_stop:
                 has_announced_stop = True
                 self.terminal.announce_stop(self.stop)
+
+            # A job may fail as it begins, and another may follow: look again at once.
             if not self.running and not has_begun:
                 return
             self.terminal.show_progress()
@@ -125,7 +129,7 @@ class SweepLoop:
 
         need = self.running.memory_need(job)
         slot = self.running.fitting_slot(need)
-        if slot is None or self.stop:
+        if slot is None or self.stop:  # planning takes seconds, in which a signal may come
             self.queue.put_first(trial)
             return self.running.wait_for_memory(trial, need)
         if need is not None and need.is_infeasible:
@@ -139,17 +143,25 @@ class SweepLoop:
         digest_before = self.journal.digests.get(job.name)
         if digest_before == job.digest:
             return
-        first_job = self.composer.job(0, tuple(self.journal.first_request["values"]))
+
+        # The first job is recorded with its configuration, and so tells what has changed. Jobs without a digest, as of
+        # a random sweep, are judged by it alone.
+        first_values = tuple(self.journal.first_request["values"])
+        first_job = self.composer.job(0, first_values)
         changes = self.journal.config_changes(first_job.config)
         if digest_before or changes:
-            what = "; ".join(changes) or "other files of this job"
-            raise UserError(f"the configuration has changed since the sweep began: {what}; change it back")
+            changes_text = "; ".join(changes) or "other files of this job"
+            raise UserError(f"the configuration has changed since the sweep began: {changes_text}; change it back")
 
     def _start(self, trial: Trial, job: ComposedJob, slot: Slot, need: MemoryNeed | None) -> None:
         """Start a job in its slot. need: the memory that it needs, with `sweep.pack`; None: not known."""
-        threads = slot.threads if trial.threads is None else trial.threads
+        # A trial keeps its number of threads, on which results depend.
+        threads = trial.threads
+        if threads is None:
+            threads = slot.threads
         folder = os.path.relpath(job.folder, self.composer.folder)
         self.journal.add("start", number=trial.number, threads=threads, folder=folder)
+
         self.queue.prepare_rungs(trial, job.folder, by_launcher=self.launcher is not None)
         self.terminal.announce_start(trial, job, slot)
         self.running.start(trial, job, slot, threads, need)
@@ -173,21 +185,27 @@ class SweepLoop:
                 continue
             self.running.remove(running)
             # A user who continues the run by hand asks no sweep.
-            (Path(running.trial.folder) / rungs.RUNGS).unlink(missing_ok=True)
+            rungs_path = Path(running.trial.folder) / rungs.RUNGS
+            rungs_path.unlink(missing_ok=True)
             self._finish(running, status)
+
         if not self.stop and time.monotonic() >= self._deadline:
             self._pass_on(TIME_IS_UP)
 
     def _finish(self, running: RunningJob, status: int) -> None:
         """Note the end of a job. One that was lost while the sweep keeps running is resumed, a few times."""
         trial = running.trial
-        outcome = jobs.outcome(trial, self.mode, status, getattr(running.job, "error", ""))
+        launcher_error = getattr(running.job, "error", "")
+        outcome = jobs.outcome(trial, self.mode, status, launcher_error)
         if self.stop and outcome.state == "stopped":  # as asked, also where it had not begun to hear signals
             outcome = outcome._replace(error="")
-        is_lost = outcome.state == "stopped" and status < 0 and not self.stop  # killed, or an orphan that has ended
+
+        # Killed, or an orphan that has ended.
+        is_lost = outcome.state == "stopped" and status < 0 and not self.stop
         if is_lost and not self.queue.may_restart(trial, status):
             is_lost = False
             outcome = outcome._replace(state="failed", error=f"{outcome.error}, {RETRIES + 1} times")
+
         self._note_end(trial, outcome)
         if is_lost:  # first of all, so that what comes next knows its result
             self.queue.put_first(trial)
@@ -217,8 +235,9 @@ class SweepLoop:
         self._stopped_at = time.monotonic()
         self.running.terminate()
         if is_second or self.launcher:
+            exit_code = 128 + number if is_second else TO_BE_CONTINUED
             os.write(1, f"{self.terminal.how_to_continue}\n".encode())
-            os._exit(128 + number if is_second else TO_BE_CONTINUED)
+            os._exit(exit_code)
 
 
 class SweepTerminal:
@@ -261,13 +280,19 @@ class SweepTerminal:
 
     def print_opening(self) -> None:
         """Print what the sweep has to do, and what it has done."""
+        # What there is to do: how many jobs, how many at a time, with which memory, where.
         parts = [f"sweep of {plural(self.queue.count, 'job')}", self._concurrency()]
         if not self.running.packs:
             memory_overrides = self.running.slots[0].memory_overrides(self.config)
             parts += [f"each with {override}" for override in memory_overrides]
         parts.append(f"in {shown(self.folder)}")
-        earlier_states = [f"{number} {state}" for state, number in self.queue.states.items()]
-        print("; ".join([", ".join(parts), *earlier_states]))
+        text = ", ".join(parts)
+
+        # What an earlier process of the sweep has done.
+        for state, count in self.queue.states.items():
+            text += f"; {count} {state}"
+        print(text)
+
         dimensions = [f"  {dimension.key}: {dimension}" for dimension in self.queue.space.dimensions]
         print("\n".join(dimensions), flush=True)
 
@@ -276,7 +301,9 @@ class SweepTerminal:
         slot_count = len(self.running.slots)
         number = slot_count if slot_count > 1 else "one"
         text = f"{number} at a time"
-        return f"at most {text}" if self.running.packs else text
+        if self.running.packs:
+            text = f"at most {text}"
+        return text
 
     def announce_start(self, trial: Trial, job: ComposedJob, slot: Slot) -> None:
         """Print that a job starts or continues, where, and with which settings."""
@@ -284,9 +311,9 @@ class SweepTerminal:
         text = f"job {trial.number} {verb}"
         if str(slot):
             text += f" on {slot}"
-        swept = " ".join(self.queue.space.swept_overrides(trial.values)).replace("+", "")
-        if swept:
-            text += f": {swept}"
+        swept_overrides = self.queue.space.swept_overrides(trial.values)
+        if swept_overrides:
+            text += f": {' '.join(swept_overrides).replace('+', '')}"
         self.print_line(text)
 
     def announce_end(self, trial: Trial) -> None:
@@ -295,8 +322,11 @@ class SweepTerminal:
         text = f"job {trial.number} {trial.state}"
         if trial.state in ("paused", "stopped") and "steps" in facts:
             text += f" at step {facts['steps']}"
-        if facts.get("best_objective") is not None:
-            text += f", best {facts['metric']} {facts['best_objective']:.4g} at step {facts['best_step']}"
+        best = facts.get("best_objective")
+        if best is not None:
+            text += f", best {facts['metric']} {best:.4g} at step {facts['best_step']}"
+
+        # A job that could not start has no output.
         if trial.error:
             text += f": {trial.error}"
             log = Path(trial.folder) / jobs.CONSOLE_LOG
@@ -313,19 +343,24 @@ class SweepTerminal:
         shown_states = ("finished", "running", "paused", "failed")
         counts = [f"{states[name]} {name}" for name in shown_states if states[name]]
         text = f"{', '.join(counts)} of {self.queue.count}"
-        best = leaderboard.best_text(rows.read_sweep(self.journal, is_live=False))
-        self._progress_line.set_description_str(f"{text}; best {best}" if best else text)
+
+        # From the journal alone: the logs of all jobs would take long to read.
+        trial_rows = rows.read_sweep(self.journal, is_live=False)
+        best = leaderboard.best_text(trial_rows)
+        if best:
+            text += f"; best {best}"
+        self._progress_line.set_description_str(text)
 
     def announce_stop(self, reason: int) -> None:
         """Print that the sweep stops, and what its jobs do. With a launcher it has left at once.
 
         reason: the signal, or TIME_IS_UP.
         """
-        jobs_do = "the running jobs save and end"
+        consequence = "the running jobs save and end"
         if reason == TIME_IS_UP:
-            self.print_line(f"sweep.max_time: {jobs_do}")
+            self.print_line(f"sweep.max_time: {consequence}")
         else:
-            self.print_line(f"{named(reason)}: {jobs_do}; {how_to_quit(reason)}")
+            self.print_line(f"{named(reason)}: {consequence}; {how_to_quit(reason)}")
 
     def print_closing(self) -> None:
         """Print the table, and what the sweep has left undone."""
@@ -333,6 +368,8 @@ class SweepTerminal:
         begun_count = len(self.queue.trials)
         if begun_count:
             leaderboard.show(self.folder)
+
+        # Why jobs are left, and how to run them.
         if self.queue.has_failed_often:
             print(f"sweep.max_failures={self.settings.max_failures}: no more jobs were started")
         if states["failed"]:
@@ -341,5 +378,6 @@ class SweepTerminal:
             print(f"{states['paused']} paused; `trainapp continue {shown(self.folder)}/NUMBER` trains one to its end")
         if self.queue.count > begun_count and self.settings.sampler != "grid":
             text = f"{self.queue.count - begun_count} jobs have not begun"
-            why = "sweep.sampler: found no other configuration, and "
-            print(why + text if self.queue.is_exhausted else text)
+            if self.queue.is_exhausted:
+                text = f"sweep.sampler: found no other configuration, and {text}"
+            print(text)

@@ -25,8 +25,9 @@ class Pruner:
         self.kind = settings.pruner
         self.eta = settings.eta
         self.rung_count = settings.rungs
-        # The brackets that trials take in turn.
-        self._brackets = _mixed_brackets(self.eta, self.rung_count) if self.kind == "hyperband" else [0]
+        self._brackets = [0]  # those that trials take in turn
+        if self.kind == "hyperband":
+            self._brackets = _mixed_brackets(self.eta, self.rung_count)
 
     def bracket(self, trial: Trial) -> int:
         """Return the trial's bracket, named by its first rung: in Hyperband some trials skip the lower ones."""
@@ -54,8 +55,9 @@ class Pruner:
         """
         if self.kind == "median":
             return None
+        brackets = sorted(set(self._brackets))
         for rung in reversed(range(self.rung_count)):
-            for bracket in sorted(set(self._brackets)):
+            for bracket in brackets:
                 for trial in self._best(rung, trials, bracket, direction, is_last):
                     if trial.state == "paused" and trial.is_held and rung == max(trial.rung_values):
                         return trial, rung
@@ -68,17 +70,22 @@ class Pruner:
 
         If `is_last`, it is at least one, which can reach the end.
         """
-        rivals = [trial for trial in trials if rung in trial.rung_values and self.bracket(trial) == bracket]
+        in_bracket = [trial for trial in trials if self.bracket(trial) == bracket]
+        rivals = [trial for trial in in_bracket if rung in trial.rung_values]
         if is_last:
             rivals = [trial for trial in rivals if trial.state not in ("failed", "infeasible")]
-        count = max(len(rivals) // self.eta, int(is_last))
         ranked = sorted(rivals, key=lambda trial: _rank_key(trial, rung, direction))
+
+        count = len(rivals) // self.eta
+        if is_last:
+            count = max(count, 1)
         return ranked[:count]
 
 
 def _passes_median(trial: Trial, rung: int, trials: Sequence[Trial], direction: str) -> bool:
     """Return whether a trial is at least as good at a rung as the median of the other trials."""
-    losses = [_loss(rival, rung, direction) for rival in trials if rung in rival.rung_values and rival is not trial]
+    rivals = [rival for rival in trials if rung in rival.rung_values and rival is not trial]
+    losses = [_loss(rival, rung, direction) for rival in rivals]
     if len(losses) < _FEWEST_FOR_MEDIAN:
         return True
     return _loss(trial, rung, direction) <= statistics.median(losses)
@@ -101,10 +108,12 @@ def _mixed_brackets(eta: int, rungs: int) -> list[int]:
     """Return the bracket of each trial, in turn: as many trials per bracket as give each about the same number of
     steps, evenly mixed.
     """
-    positions = []  # of the trials in the mix, from 0 to 1, with their brackets
+    placements = []  # the position of each trial in the mix, from 0 to 1, with its bracket
     for bracket in range(rungs + 1):
+        # Trials that start at a lower rung end earlier on average, so their bracket gets more of them; rounded up.
         rungs_ahead = rungs - bracket
-        count = -(-(rungs + 1) * eta**rungs_ahead // (rungs_ahead + 1))  # rounded up
+        count = -(-(rungs + 1) * eta**rungs_ahead // (rungs_ahead + 1))
         for number in range(count):
-            positions.append(((number + 0.5) / count, bracket))
-    return [bracket for _, bracket in sorted(positions)]
+            position = (number + 0.5) / count
+            placements.append((position, bracket))
+    return [bracket for _, bracket in sorted(placements)]

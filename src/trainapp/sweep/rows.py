@@ -70,8 +70,10 @@ def _has_no_best(facts: dict[str, Any]) -> bool:
 
 def read_rows(folder: Path) -> list[Row]:
     """Return the jobs of a sweep, or the runs in a folder. Raises UserError for a folder without any."""
-    is_sweep = (folder / JOURNAL).exists()
-    rows = read_sweep(Journal(folder, writes=False)) if is_sweep else read_folder(folder)
+    if (folder / JOURNAL).exists():
+        rows = read_sweep(Journal(folder, writes=False))
+    else:
+        rows = read_folder(folder)
     if not rows:
         raise UserError(f"{folder}: no sweep and no runs are here; name the directory of a sweep, or one with runs")
     return rows
@@ -87,20 +89,25 @@ def read_sweep(journal: Journal, is_live: bool = True) -> list[Row]:
         is_live: whether to read what the other trials have logged, and to add what has not begun.
     """
     request = journal.last_request
-    keys = [dimension.key.lstrip("+~") for dimension in journal.space.dimensions] if request else []
+    names: list[str] = []  # of the swept settings
+    if request:
+        names = [dimension.key.lstrip("+~") for dimension in journal.space.dimensions]
     objective = common_objective(journal.facts)  # most likely also that of trials without a value so far
     sweep_folder = journal.path.parent
+
+    # Trials that have not ended also show what they have logged since.
     rows = []
     for trial in journal.trials:
         folder = Path(trial.folder or sweep_folder / str(trial.number))
-        settings = dict(zip(keys, trial.values, strict=True))
+        settings = dict(zip(names, trial.values, strict=True))
         row = Row(str(trial.number), folder, settings, trial.state, trial.facts, trial.error)
         may_have_news = trial.folder and trial.state not in ("finished", "failed", "infeasible")
         if is_live and may_have_news:
             _read_news(row, sweep_folder, objective)
         rows.append(row)
+
     if is_live and request and request["asked"]["sampler"] == "grid":
-        rows += _rows_not_begun(journal, keys)
+        rows += _rows_not_begun(journal, names)
     return rows
 
 
@@ -112,18 +119,21 @@ def _read_news(row: Row, sweep_folder: Path, objective: Goal) -> None:
         row.state = "finished"
         return
     row.facts = _with_logged_values(row.folder, row.facts, objective)
+
+    # If the sweep was killed, its journal still calls the job running.
     is_in_use = directory.is_in_use(row.folder) or directory.is_in_use(sweep_folder)
     if row.state == "running" and not is_in_use:
         row.state = "interrupted"
 
 
-def _rows_not_begun(journal: Journal, keys: Sequence[str]) -> list[Row]:
-    """Return the configurations of a grid that have no trial yet."""
+def _rows_not_begun(journal: Journal, names: Sequence[str]) -> list[Row]:
+    """Return the configurations of a grid that have no trial yet. names: of the swept settings."""
     begun = {trial.values for trial in journal.trials}
     rows = []
     for values in journal.space.grid():
         if values not in begun:
-            rows.append(Row("", journal.path.parent, dict(zip(keys, values, strict=True)), NOT_BEGUN))
+            settings = dict(zip(names, values, strict=True))
+            rows.append(Row("", journal.path.parent, settings, NOT_BEGUN))
     return rows
 
 
@@ -135,15 +145,20 @@ def read_folder(folder: Path) -> list[Row]:
     results = {run: json_object(run / RESULT) for run in runs}
     objective = common_objective(results.values())
 
+    # Runs that have not finished show what they have logged so far.
     rows = []
     for run, overrides in overrides_by_run.items():
         facts = results[run]
         state = state_of(facts)
         if state != "finished":
             facts = _with_logged_values(run, facts, objective)
-            state = "running" if directory.is_in_use(run) else state or "unfinished"
+            if directory.is_in_use(run):
+                state = "running"
+            elif not state:
+                state = "unfinished"
         settings = {name: value for name, value in overrides.items() if (name, value) not in shared}
-        rows.append(Row(str(run.relative_to(folder)), run, settings, state, facts, identity=_identity(run)))
+        name_of_run = str(run.relative_to(folder))
+        rows.append(Row(name_of_run, run, settings, state, facts, identity=_identity(run)))
     return rows
 
 
@@ -160,13 +175,15 @@ def _overrides_of_all(overrides_of_runs: Collection[dict[str, str]]) -> set[tupl
     """Return the overrides that all runs have; none for a single run, whose row shows all of its own."""
     if len(overrides_of_runs) < 2:
         return set()
-    return set.intersection(*(set(overrides.items()) for overrides in overrides_of_runs))
+    items_of_runs = [set(overrides.items()) for overrides in overrides_of_runs]
+    return set.intersection(*items_of_runs)
 
 
 def _identity(run: Path) -> str:
     """Return what a configuration file may have changed: the settings of the experiment and its length, as JSON."""
+    composed = yaml.safe_load((run / CONFIG).read_text())
     settings: dict[str, Any] = {}
-    for name, value in flat(yaml.safe_load((run / CONFIG).read_text())):
+    for name, value in flat(composed):
         if is_of_experiment(name) or name.startswith("train.max_"):
             settings[name] = value
     settings[SEED] = None
@@ -185,9 +202,12 @@ def _with_logged_values(folder: Path, facts: dict[str, Any], objective: Goal) ->
     lines = json_lines(folder / METRICS)
     if lines:
         logged["steps"] = max(lines[-1]["step"], facts.get("steps", 0))
+
+    # The objective by which evaluations are compared: the run's, or that of the other runs.
     if _has_no_best(facts):
         objective = None  # that of the other runs is not this run's
     metric, direction = common_objective([facts]) or objective or ("", "")
+
     evaluations = [line for line in json_lines(folder / EVALUATIONS) if line.get(metric) is not None]
     if evaluations:
         choose_best = max if direction == "max" else min
@@ -224,39 +244,60 @@ def rank(rows: Sequence[Row]) -> list[Row]:
 
 def merge_seeds(rows: Sequence[Row]) -> list[Row]:
     """Return one row for runs that differ only in `train.seed`; no rows if no two do."""
+    # Runs of one experiment: the same settings but for the seed.
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         settings = [(name, value) for name, value in row.settings.items() if name != SEED]
-        groups.setdefault((row.identity, *settings), []).append(row)
+        experiment = (row.identity, *settings)
+        groups.setdefault(experiment, []).append(row)
+
+    # Runs that repeat a seed, as they may in a folder, are not merged: their mean would count it twice.
     merged: list[Row] = []
     for (_, *settings), group in groups.items():
         seeds = {row.settings.get(SEED) for row in group}
-        has_repetitions = len(seeds) < len(group)  # in a folder of runs
-        if has_repetitions:
+        if len(seeds) < len(group):
             merged += group
         else:
             merged.append(_merge(dict(settings), group))
+
+    begun = [row for row in rows if row.state != NOT_BEGUN]
     merged = [row for row in merged if row.state != NOT_BEGUN]
-    begun_count = sum(row.state != NOT_BEGUN for row in rows)
-    return merged if len(merged) < begun_count else []
+    if len(merged) < len(begun):
+        return merged
+    return []  # no two runs differ in their seed alone
 
 
 def _merge(settings: dict[str, str], rows: list[Row]) -> Row:
     """Return the row of runs that differ only in their seed, with means over those that have finished."""
-    finished = [row for row in rows if row.state == "finished" and (row.best is not None or row.has_no_best)]
+    finished = []
+    for row in rows:
+        has_value = row.best is not None or row.has_no_best
+        if row.state == "finished" and has_value:
+            finished.append(row)
+
+    # Facts other than numbers, such as the metric, are those of the first run.
     facts = dict(finished[0].facts) if finished else {}
     for name in (*_MERGED_BY_MEAN, *_MERGED_BY_MAXIMUM):
         values = [row.facts[name] for row in finished if row.facts.get(name) is not None]
-        if values:
-            facts[name] = max(values) if name in _MERGED_BY_MAXIMUM else statistics.fmean(values)
+        if values and name in _MERGED_BY_MAXIMUM:
+            facts[name] = max(values)
+        elif values:
+            facts[name] = statistics.fmean(values)
+
     best_values = [row.best for row in finished if row.best is not None]
-    names = sorted((row.name for row in rows if row.name), key=lambda name: (len(name), name))
+    spread = None
+    if len(best_values) > 1:
+        spread = statistics.stdev(best_values)
+
+    names = [row.name for row in rows if row.name]
+    names.sort(key=lambda name: (len(name), name))  # by number
+    states = sorted({row.state for row in rows})
     return Row(
         name=",".join(names),
         folder=rows[0].folder.parent,
         settings=settings,
-        state=", ".join(sorted({row.state for row in rows})),
+        state=", ".join(states),
         facts=facts,
-        spread=statistics.stdev(best_values) if len(best_values) > 1 else None,
+        spread=spread,
         is_whole=len(finished) == len(rows),
     )

@@ -40,11 +40,14 @@ class RunningJobs:
         self.composer = composer
         self.launcher = launcher
         self.packs = settings.pack and launcher is None and config.activity.trains  # by the jobs' plans
+
+        # A launcher divides its own machines: its slots only limit how many jobs run at a time.
         if launcher is None:
             self.slots = divide_machine(settings.parallel, config, self.packs)
         else:
             slot_count = 1 if settings.parallel == "auto" else int(settings.parallel)
             self.slots = [Slot()] * slot_count
+
         self.by_trial: dict[int, RunningJob] = {}
         self.waits_for_memory = False  # until a job ends
         self._memory_needs: dict[int, MemoryNeed | None] = {}  # by trial; None: no estimate
@@ -85,7 +88,8 @@ class RunningJobs:
         else:
             if self._pauses and not job.config.chooses("checkpointing.keep_last"):
                 overrides.append("checkpointing.keep_last=1")  # of paused runs there may be many
-            process = jobs.start(self.composer.command(job, overrides), overrides, job.folder, slot, threads)
+            command = self.composer.command(job, overrides)
+            process = jobs.start(command, overrides, job.folder, slot, threads)
         self.by_trial[trial.number] = RunningJob(trial, process, slot, bytes_given)
 
     def find_orphans(self, trials: Sequence[Trial]) -> list[Trial]:
@@ -125,7 +129,8 @@ class RunningJobs:
         if job.number not in self._memory_needs:
             folder = job.folder / "plan"
             command = self.composer.command(job, ["mode=plan", "plan.techniques=false"], folder)
-            self._memory_needs[job.number] = jobs.plan_memory(command, folder, self.free_slots()[0])
+            slot = self.free_slots()[0]
+            self._memory_needs[job.number] = jobs.plan_memory(command, folder, slot)
         return self._memory_needs[job.number]
 
     def fitting_slot(self, need: MemoryNeed | None) -> Slot | None:
@@ -145,7 +150,8 @@ class RunningJobs:
         """Return whether a job fits beside those on the slot's device. One without an estimate, or that needs all of
         it, has the device alone.
         """
-        bytes_used = sum(running.bytes for running in self.by_trial.values() if running.slot.gpus == slot.gpus)
+        neighbours = [running for running in self.by_trial.values() if running.slot.gpus == slot.gpus]
+        bytes_used = sum(running.bytes for running in neighbours)
         if bytes_used == 0:
             return True
         return need is not None and bytes_used + need.bytes <= need.device_bytes
@@ -158,10 +164,14 @@ class RunningJobs:
             slot: its slot.
             need: the job's, with `sweep.pack`; None: not known.
         """
+        if self.launcher is not None:
+            return math.inf, []
         if not self.packs:
-            return math.inf, slot.memory_overrides(job.config) if self.launcher is None else []
+            return math.inf, slot.memory_overrides(job.config)
         if need is None or need.bytes > need.device_bytes:
             return math.inf, []
+
+        # Limit the job to what its plan says it needs.
         overrides = [f"memory.limit={need.bytes}"]
         if job.config.batch.eval_micro_size == "auto":  # of another size the plan knows nothing
             overrides.append(f"batch.eval_micro_size={need.micro_size}")

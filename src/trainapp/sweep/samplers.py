@@ -42,15 +42,18 @@ def build(settings: Sweep, space: Space) -> Propose:
 
     def propose(number: int, trials: Sequence[Trial], direction: str) -> Proposal | None:
         configurations = {trial.values for trial in trials}
+
+        # A draw may repeat a configuration: draw again, from another seed.
         if draw is not None:
             for draw_number in range(_MOST_DRAWS):
                 proposal = draw([settings.seed, number, draw_number], trials, direction)
                 values, _ = proposal
                 if values not in configurations:
                     return proposal
+
+        # A grid in order, or what draws have missed of a finite space.
         if space.intervals:
             return None
-        # What draws have missed of a finite space, or a grid, in order.
         for values in space.grid():
             if values not in configurations:
                 return values, {}
@@ -61,6 +64,7 @@ def build(settings: Sweep, space: Space) -> Propose:
 
 def _require_suitable(settings: Sweep, space: Space) -> None:
     """Raise UserError if the sampler does not suit the space."""
+    # An interval has infinitely many values.
     intervals = ", ".join(space.intervals)
     if settings.sampler == "grid" and intervals:
         raise UserError(
@@ -72,8 +76,11 @@ def _require_suitable(settings: Sweep, space: Space) -> None:
             f"sweep.trials=null: {intervals} is an interval, and the sweep would never end; set the number of "
             "configurations, such as sweep.trials=20"
         )
+
+    # Samplers that learn from results look for the best value of each setting.
     learns = settings.sampler not in ("grid", "random")
-    if learns and any(dimension.key == "train.seed" for dimension in space.dimensions):
+    keys = [dimension.key for dimension in space.dimensions]
+    if learns and "train.seed" in keys:
         raise UserError("sweep.sampler: it would look for the luckiest train.seed; sweep that by grid or random")
 
 
@@ -82,7 +89,8 @@ def _random(space: Space) -> Draw:
 
     def draw(seed: list[int], trials: Sequence[Trial], direction: str) -> Proposal:
         rng = np.random.default_rng(seed)
-        return tuple(_random_text(dimension, rng) for dimension in space.dimensions), {}
+        texts = [_random_text(dimension, rng) for dimension in space.dimensions]
+        return tuple(texts), {}
 
     return draw
 
@@ -90,13 +98,17 @@ def _random(space: Space) -> Draw:
 def _random_text(dimension: Dimension, rng: np.random.Generator) -> str:
     """Return a random value, as in an override."""
     if dimension.values:
-        return dimension.values[rng.integers(len(dimension.values))]
+        position = rng.integers(len(dimension.values))
+        return dimension.values[position]
+    value: Any
     if dimension.is_log:
         logarithm = rng.uniform(math.log(dimension.low), math.log(dimension.high))
-        return dimension.text(math.exp(logarithm))
-    if dimension.is_whole:
-        return dimension.text(rng.integers(int(dimension.low), int(dimension.high) + 1))
-    return dimension.text(rng.uniform(dimension.low, dimension.high))
+        value = math.exp(logarithm)
+    elif dimension.is_whole:
+        value = rng.integers(int(dimension.low), int(dimension.high) + 1)
+    else:
+        value = rng.uniform(dimension.low, dimension.high)
+    return dimension.text(value)
 
 
 def _of_optuna(sampler: str | Target, space: Space) -> Draw:
@@ -111,16 +123,23 @@ def _of_optuna(sampler: str | Target, space: Space) -> Draw:
     takes_seed = "seed" in parameters_of(sampler_class)
 
     def draw(seed: list[int], trials: Sequence[Trial], direction: str) -> Proposal:
-        seed_argument = {}
+        # A seed of the user's own replaces this one.
+        keywords: dict[str, Any] = {}
         if takes_seed:
-            seed_argument["seed"] = int(np.random.default_rng(seed).integers(2**32))
+            rng = np.random.default_rng(seed)
+            keywords["seed"] = int(rng.integers(2**32))
+        keywords |= arguments
+
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # parts of Optuna are experimental by its own word
-            study = study_of(space, trials, direction, sampler_class(**seed_argument | arguments))
+            optuna_sampler = sampler_class(**keywords)
+            study = study_of(space, trials, direction, optuna_sampler)
         values = study.ask(distributions_of(space)).params
-        texts = tuple(dimension.text(values[dimension.key]) for dimension in space.dimensions)
-        return texts, study.get_trials(deepcopy=False)[-1].system_attrs
+        texts = [dimension.text(values[dimension.key]) for dimension in space.dimensions]
+        asked_trial = study.get_trials(deepcopy=False)[-1]
+        return tuple(texts), asked_trial.system_attrs
 
+    # A first draw shows mistakes in the arguments before the sweep begins.
     try:
         draw([0], [], "")
     except (TypeError, ValueError, ImportError) as error:
@@ -159,16 +178,19 @@ def _as_optuna(space: Space, trial: Trial) -> Any:
     """Return a trial in Optuna's terms."""
     from optuna.trial import create_trial
 
+    # A stopped trial has no final value, but samplers can still learn from its best so far.
     best = trial.facts.get("best_objective")
     rung_values = {rung: value for rung, value in trial.rung_values.items() if value is not None}
     if trial.state == "stopped" and best is not None:
         rung_values[_AFTER_ALL_RUNGS] = best
+
     parameters = {}
     for dimension, text in zip(space.dimensions, trial.values, strict=True):
         parameters[dimension.key] = dimension.value(text)
+    final_value = best if trial.state == "finished" else None
     return create_trial(
         state=_optuna_state(trial),
-        value=best if trial.state == "finished" else None,
+        value=final_value,
         params=parameters,
         distributions=distributions_of(space),
         system_attrs=dict(trial.attributes),
@@ -210,7 +232,8 @@ def copy_to_storage(url: str, name: str, space: Space, trials: Sequence[Trial], 
         )
         stored_jobs = {stored.user_attrs.get("job") for stored in study.get_trials(deepcopy=False)}
         for trial in trials:
-            if trial.state in ("finished", "failed", "infeasible") and trial.number not in stored_jobs:
+            has_ended = trial.state in ("finished", "failed", "infeasible")
+            if has_ended and trial.number not in stored_jobs:
                 study.add_trial(_as_optuna(space, trial))
     except Exception as error:  # of SQLAlchemy, of its drivers, of the network
         raise UserError(f"sweep.storage={url}: {type(error).__name__}: {error}") from None
@@ -220,14 +243,17 @@ def importances(space: Space, trials: Sequence[Trial], direction: str) -> dict[s
     """Return the share of each setting in the differences between trials, by PED-ANOVA (Watanabe et al. 2023,
     arXiv:2304.10255); empty without Optuna, or with fewer than `_FEWEST_FOR_IMPORTANCE` finished trials.
     """
-    if sum(trial.state == "finished" for trial in trials) < _FEWEST_FOR_IMPORTANCE:
+    finished = [trial for trial in trials if trial.state == "finished"]
+    if len(finished) < _FEWEST_FOR_IMPORTANCE:
         return {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # as in `_of_optuna`
         try:
             from optuna import importance
 
+            study = study_of(space, trials, direction)
             evaluator = importance.PedAnovaImportanceEvaluator()
-            return dict(importance.get_param_importances(study_of(space, trials, direction), evaluator=evaluator))
+            shares = importance.get_param_importances(study, evaluator=evaluator)
         except (ImportError, ValueError, RuntimeError):
             return {}
+    return dict(shares)

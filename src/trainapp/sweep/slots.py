@@ -26,7 +26,9 @@ class Slot:
     sharing: int = 1  # the number of slots with which it shares its memory, itself included
 
     def __str__(self) -> str:
-        return f"GPU {', '.join(self.gpus)}" if self.gpus else ""
+        if not self.gpus:
+            return ""
+        return f"GPU {', '.join(self.gpus)}"
 
     @property
     def threads(self) -> int | None:
@@ -57,25 +59,36 @@ def divide_machine(parallel: int | str, config: Config, packs: bool = False) -> 
 
     Raises UserError for a job that needs more GPUs than there are.
     """
+    # Groups of GPUs, each for one job; without GPUs the CPU is one group.
     gpus: list[str] = []
     if config.train.device not in ("cpu", "mps") and config.mode != "plan":
         gpus = _visible_gpus()
     gpus_per_job = _devices_per_job(config, len(gpus))
     if gpus_per_job > len(gpus) > 0:
         raise UserError(f"parallel.devices={gpus_per_job}: this machine has {len(gpus)} GPUs")
-    groups = max(1, len(gpus) // gpus_per_job)  # of GPUs, each for one job; without GPUs the CPU is one
-    if parallel == "auto":
-        count = groups * _PACKED_JOBS if packs else groups
-    else:
-        count = int(parallel)
+    group_count = max(1, len(gpus) // gpus_per_job)
 
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    sharing = -(-count // groups)  # rounded up
+    if parallel != "auto":
+        count = int(parallel)
+    elif packs:
+        count = group_count * _PACKED_JOBS
+    else:
+        count = group_count
+
+    # Each slot gets a group in turn, and its share of the cores.
+    cores: list[int] = []
+    if hasattr(os, "sched_getaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+    sharing = -(-count // group_count)  # rounded up
     slots = []
     for number in range(count):
-        first_gpu = number % groups * gpus_per_job
-        gpus_of_slot = tuple(gpus[first_gpu : first_gpu + gpus_per_job]) if gpus else None
-        cores_of_slot = _share_of_cores(cores, number, count) if count > 1 and cores else None
+        gpus_of_slot = None
+        cores_of_slot = None
+        if gpus:
+            first_gpu = number % group_count * gpus_per_job
+            gpus_of_slot = tuple(gpus[first_gpu : first_gpu + gpus_per_job])
+        if cores and count > 1:
+            cores_of_slot = _share_of_cores(cores, number, count)
         slots.append(Slot(gpus_of_slot, cores_of_slot, sharing))
     return slots
 
@@ -87,13 +100,15 @@ def _visible_gpus() -> list[str]:
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return [name for name in visible.split(",") if name.strip() and name.strip() != "-1"]
+        return [name for name in visible.split(",") if name.strip() not in ("", "-1")]
+
     has_driver = shutil.which("nvidia-smi") or Path("/dev/kfd").exists()
     if not has_driver:
         return []
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     output = subprocess.run(command, capture_output=True, text=True).stdout
-    return [str(number) for number in range(int(output or 0))]
+    gpu_count = int(output or 0)
+    return [str(number) for number in range(gpu_count)]
 
 
 def _devices_per_job(config: Config, gpu_count: int) -> int:
@@ -101,7 +116,12 @@ def _devices_per_job(config: Config, gpu_count: int) -> int:
     if config.parallel.strategy == "single":
         return 1
     is_auto = config.parallel.devices == "auto"
-    devices = max(1, gpu_count) if is_auto else int(config.parallel.devices)
+    if is_auto:
+        devices = max(1, gpu_count)
+    else:
+        devices = int(config.parallel.devices)
+
+    # A plan starts no ranks; without GPUs, the job itself finds out how many it has.
     is_number_known = gpu_count > 0 or not is_auto
     if config.mode != "plan" and is_number_known:
         require_several_ranks(config, devices, f"parallel.devices={config.parallel.devices}")
@@ -110,5 +130,7 @@ def _devices_per_job(config: Config, gpu_count: int) -> int:
 
 def _share_of_cores(cores: Sequence[int], number: int, count: int) -> tuple[int, ...]:
     """Return the cores of the slot with this number among `count`; all cores if its share would be empty."""
-    share = cores[number * len(cores) // count : (number + 1) * len(cores) // count]
+    start = number * len(cores) // count
+    end = (number + 1) * len(cores) // count
+    share = cores[start:end]
     return tuple(share) or tuple(cores)

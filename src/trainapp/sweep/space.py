@@ -45,7 +45,9 @@ class Dimension:
         """Return the value that is written as `text`: the inverse of `text()`."""
         if self.values:
             return text
-        return int(text) if self.is_whole else float(text)
+        if self.is_whole:
+            return int(text)
+        return float(text)
 
     @property
     def ends(self) -> Values:
@@ -55,8 +57,10 @@ class Dimension:
     def __str__(self) -> str:
         if self.values:
             return ", ".join(self.values)
-        interval = f"[{self.low:g}, {self.high:g}]"
-        return f"{interval} by logarithm" if self.is_log else interval
+        text = f"[{self.low:g}, {self.high:g}]"
+        if self.is_log:
+            text += " by logarithm"
+        return text
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,8 @@ class Space:
         """Return the space that `to_dict` has written."""
         dimensions = []
         for arguments in facts["dimensions"]:
-            dimensions.append(Dimension(**arguments | {"values": tuple(arguments["values"])}))
+            values = tuple(arguments["values"])
+            dimensions.append(Dimension(**arguments | {"values": values}))
         return cls(tuple(facts["fixed"]), tuple(dimensions))
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,17 +103,20 @@ class Space:
 
     def grid(self) -> Iterator[Values]:
         """Iterate over all configurations, the last setting varying fastest. For a space without intervals."""
-        return itertools.product(*(dimension.values for dimension in self.dimensions))
+        values_of_dimensions = [dimension.values for dimension in self.dimensions]
+        return itertools.product(*values_of_dimensions)
 
     def covering(self) -> Iterator[Values]:
         """Yield configurations that together have each choice and both ends of each interval; the settings not being
         varied have their first value.
         """
-        first = tuple(dimension.ends[0] for dimension in self.dimensions)
-        yield first
+        first = [dimension.ends[0] for dimension in self.dimensions]
+        yield tuple(first)
         for position, dimension in enumerate(self.dimensions):
             for value in dimension.ends[1:]:
-                yield (*first[:position], value, *first[position + 1 :])
+                varied = list(first)
+                varied[position] = value
+                yield tuple(varied)
 
 
 def parse(overrides: Sequence[str], loader: ConfigLoader) -> Space:
@@ -116,9 +124,11 @@ def parse(overrides: Sequence[str], loader: ConfigLoader) -> Space:
 
     Raises UserError with all mistakes.
     """
+    # The later of two overrides of a setting replaces the earlier one, of whichever kind.
     by_key: dict[str, str | Dimension] = {}
     errors = []
-    for override in OverridesParser.create(config_loader=loader).parse_overrides(list(overrides)):
+    parser = OverridesParser.create(config_loader=loader)
+    for override in parser.parse_overrides(list(overrides)):
         key = as_entered(override.get_key_element())
         text = as_entered(str(override.input_line))
         is_of_sweep = override.key_or_group.partition(".")[0] == "sweep"
@@ -133,22 +143,34 @@ def parse(overrides: Sequence[str], loader: ConfigLoader) -> Space:
             errors.append(f"{text}: {error}")
     if errors:
         raise UserError("\n".join(errors))
-    fixed = tuple(text for text in by_key.values() if isinstance(text, str))
-    dimensions = tuple(dimension for dimension in by_key.values() if isinstance(dimension, Dimension))
-    return Space(fixed, dimensions)
+
+    fixed = []
+    dimensions = []
+    for text_or_dimension in by_key.values():
+        if isinstance(text_or_dimension, Dimension):
+            dimensions.append(text_or_dimension)
+        else:
+            fixed.append(text_or_dimension)
+    return Space(tuple(fixed), tuple(dimensions))
 
 
 def _dimension(key: str, override: Override) -> Dimension:
     """Return the dimension of an override that sweeps a setting. Raises ValueError for a mistake in it."""
-    return _interval(key, override) if override.is_interval_sweep() else _choice(key, override)
+    if override.is_interval_sweep():
+        return _interval(key, override)
+    return _choice(key, override)
 
 
 def _interval(key: str, override: Override) -> Dimension:
     interval: Any = override.value()
     unknown_tags = interval.tags - {"log"}
     if unknown_tags:
-        raise ValueError(f"the tag {', '.join(sorted(unknown_tags))} has no meaning here; `log` is the only one")
-    low, high = interval.start, interval.end
+        tags = ", ".join(sorted(unknown_tags))
+        raise ValueError(f"the tag {tags} has no meaning here; `log` is the only one")
+
+    # Hydra gives whole numbers for `int(interval(1,8))`.
+    low = interval.start
+    high = interval.end
     is_log = "log" in interval.tags
     if low >= high:
         raise ValueError(f"its start must be less than its end: interval({high:g},{low:g})")

@@ -44,27 +44,36 @@ def run(context: HydraContext, function: TaskFunction, composed: DictConfig, arg
     propose = samplers.build(settings, space)
     with launch.locked(str(composer.folder)):
         journal = Journal(composer.folder)
+
         # Jobs see the time at which the sweep first began, also when it is continued.
-        started = journal.first_request.get("started", datetime.datetime.now().isoformat(timespec="seconds"))
+        now = datetime.datetime.now().isoformat(timespec="seconds")
+        started = journal.first_request.get("started", now)
         os.environ[environment.SWEEP_STARTED] = started
         environment.use_time_of_sweep()
         config = _accept(settings, composer, journal, _command(composed), started)
+
+        # Hydra's default launcher would run jobs one by one in this process; the loop starts processes instead.
         launcher = None
         if composed.hydra.launcher._target_ != _BASIC_LAUNCHER:
             launcher = Plugins.instance().instantiate_launcher(
                 hydra_context=context, task_function=function, config=composed
             )
-        status = SweepLoop(settings, composer, propose, journal, config, launcher).run()
+
+        loop = SweepLoop(settings, composer, propose, journal, config, launcher)
+        status = loop.run()
     if status:
         raise SystemExit(status)
 
 
 def _command(composed: DictConfig) -> list[str]:
     """Return the arguments of the command line, without the sweep's directory."""
-    overrides: Any = OmegaConf.to_container(composed.hydra.overrides, resolve=False)
+    by_kind: Any = OmegaConf.to_container(composed.hydra.overrides, resolve=False)
     skipped = ("hydra.sweep.dir=", "hydra.mode=", "sweep.retry_failed=")  # failed jobs are retried once
-    texts = [text for text in (*overrides["task"], *overrides["hydra"]) if not text.startswith(skipped)]
-    return [*command_line.flags(composed.hydra), "-m", *texts]
+    arguments = [*command_line.flags(composed.hydra), "-m"]
+    for override in (*by_kind["task"], *by_kind["hydra"]):
+        if not override.startswith(skipped):
+            arguments.append(override)
+    return arguments
 
 
 def _accept(settings: Sweep, composer: Composer, journal: Journal, command: list[str], started: str) -> Config:
@@ -72,15 +81,20 @@ def _accept(settings: Sweep, composer: Composer, journal: Journal, command: list
 
     Raises UserError for another sweep than the journal's, and for jobs that could not start.
     """
+    # Another sweep is refused before its jobs are checked, which takes a while.
     request = _request_of(settings, composer.space)
     is_new = journal.last_request.get("asked") != request
     is_continued = bool(journal.first_request)
     if is_continued:
-        _require_same(_differences(journal.first_request["asked"], request), composer.folder)
-    digests = _check_jobs(settings, composer, journal) if is_new else {}
+        differences = _differences(journal.first_request["asked"], request)
+        _require_same(differences, composer.folder)
+    digests: dict[str, str] = {}
+    if is_new:
+        digests = _check_jobs(settings, composer, journal)
 
     # The first job stands for all of them, also where others run first.
-    values = tuple(journal.first_request.get("values", next(composer.space.covering())))
+    first_of_space = next(composer.space.covering())
+    values = tuple(journal.first_request.get("values", first_of_space))
     config = composer.job(0, values).config
     if is_continued:
         _require_same(journal.config_changes(config), composer.folder)
@@ -107,9 +121,12 @@ def _check_jobs(settings: Sweep, composer: Composer, journal: Journal) -> dict[s
 
     Raises UserError for jobs that could not start, and for trials whose configuration has changed.
     """
-    digests = composer.check({trial.values: trial.number for trial in journal.trials})
+    number_by_values = {trial.values: trial.number for trial in journal.trials}
+    digests = composer.check(number_by_values)
     if settings.sampler != "grid":
         return {}  # the jobs' numbers, on which their configurations may depend, are not known yet
+
+    # Trials recorded with another configuration no longer belong to this sweep.
     if digests:
         changed = []
         for trial in journal.trials:
@@ -131,9 +148,9 @@ def _require_pausable(settings: Sweep, config: Config) -> None:
 
 def _require_comparable(settings: Sweep, config: Config) -> None:
     """Raise UserError for settings that compare trials where no evaluation is better than another."""
-    if settings.sampler not in ("grid", "random"):
-        name = settings.sampler if isinstance(settings.sampler, str) else settings.sampler.target
-        excludes.require_best(config, f"sweep.sampler={name}")
+    sampler_name = settings.sampler if isinstance(settings.sampler, str) else settings.sampler.target
+    if sampler_name not in ("grid", "random"):
+        excludes.require_best(config, f"sweep.sampler={sampler_name}")
     if settings.pruner != "none":
         excludes.require_best(config, f"sweep.pruner={settings.pruner}")
     if settings.storage is not None:
@@ -153,14 +170,22 @@ def _differences(request_before: dict[str, Any], request_now: dict[str, Any]) ->
     """Return what makes it another sweep. A grid may have grown."""
     before = _by_name(request_before)
     now = _by_name(request_now)
+
+    # A grid that has grown counts as the same.
     if request_now["sampler"] == "grid":
         for name in before.keys() & now.keys():
             if _has_grown(before[name], now[name]):
                 before[name] = now[name]
+
     texts = []
     for name in before | now:
-        if before.get(name) != now.get(name):
-            texts.append(f"{name}: {before.get(name, 'not given')} before, {now.get(name, 'not given')} now")
+        if before.get(name) == now.get(name):  # also null, and a setting that an earlier version did not have
+            continue
+        value_before = before.get(name, "not given")
+        value_now = now.get(name, "not given")
+        texts.append(f"{name}: {value_before} before, {value_now} now")
+
+    # The order of swept settings matters: the last one varies fastest.
     if not texts and list(before) != list(now):
         texts.append(f"the order of {', '.join(before)}")
     return texts
@@ -168,13 +193,19 @@ def _differences(request_before: dict[str, Any], request_now: dict[str, Any]) ->
 
 def _by_name(request: dict[str, Any]) -> dict[str, Any]:
     """Return what was asked for, by name: the settings of the sweep, those of all jobs, and the swept ones."""
+    values = {}
+    for name, value in request.items():
+        if name not in ("fixed", "dimensions"):
+            values[f"sweep.{name}"] = value
+
+    # Sort the settings of all jobs: their order does not matter.
     space = Space.from_dict(request)
-    values = {f"sweep.{name}": value for name, value in request.items() if name not in ("fixed", "dimensions")}
-    fixed = {}
+    value_by_setting = {}
     for text in space.fixed:
-        name, _, value = text.partition("=")
-        fixed[name] = value
-    values |= dict(sorted(fixed.items()))
+        setting, _, setting_value = text.partition("=")
+        value_by_setting[setting] = setting_value
+    values |= dict(sorted(value_by_setting.items()))
+
     values |= {dimension.key: dimension for dimension in space.dimensions}
     return values
 

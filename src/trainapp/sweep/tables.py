@@ -28,18 +28,23 @@ def setting_names(rows: Sequence[Row]) -> list[str]:
 def table_of(rows: Sequence[Row], names: Sequence[str]) -> tuple[Header, Cells]:
     """Return header and cells of ranked rows, as text, with a column for each of these settings."""
     objective = objective_of(rows)
-    best_header = f"{objective[0]} ({objective[1]})" if objective else "best"
+    best_header = "best"
+    if objective is not None:
+        metric, direction = objective
+        best_header = f"{metric} ({direction})"
     header = ["#", "job", best_header, "last", *names, "steps", "time", "micro", "OOMs", "memory", "state"]
     cells: Cells = []
     for rank_number, row in enumerate(rows, start=1):
         has_rank = row.best is not None and objective is not None and row.is_whole
+        rank_text = str(rank_number) if has_rank else BLANK
+        settings = [row.settings.get(name, "") for name in names]
         facts = row.facts
         line = [
-            str(rank_number) if has_rank else BLANK,
+            rank_text,
             row.name,
             _best_text(row),
             number_text(facts.get("objective")),
-            *(row.settings.get(name, "") for name in names),
+            *settings,
             number_text(facts.get("steps")),
             seconds_text(facts.get("seconds")),
             number_text(facts.get("micro_size")),
@@ -56,7 +61,9 @@ def _best_text(row: Row) -> str:
     if row.best is None:
         return BLANK
     text = f"{row.best:.4g}"
-    return text if row.spread is None else f"{text} ± {row.spread:.2g}"
+    if row.spread is not None:
+        text += f" ± {row.spread:.2g}"
+    return text
 
 
 def table_with_settings(rows: Sequence[Row]) -> tuple[Header, Cells]:
@@ -73,7 +80,10 @@ def _short_names(names: Sequence[str]) -> dict[str, str]:
     """Return the last part of each name, or the whole name where several end alike."""
     last_parts = {name: name.rpartition(".")[2] for name in names}
     counts = Counter(last_parts.values())
-    return {name: part if counts[part] == 1 else name for name, part in last_parts.items()}
+    short_names = {}
+    for name, last_part in last_parts.items():
+        short_names[name] = last_part if counts[last_part] == 1 else name
+    return short_names
 
 
 def table_of_plans(rows: Sequence[Row]) -> tuple[Header, Cells]:
@@ -81,11 +91,12 @@ def table_of_plans(rows: Sequence[Row]) -> tuple[Header, Cells]:
     cells: Cells = []
     for row in rows:
         facts = json_object(row.folder / PLAN)
+        largest_micro_size = facts.get("largest_micro_size") or BLANK  # 0: not even one sample fits
         line = [
             row.name,
             memory_text(facts.get("peak_bytes")),
             facts.get("method") or BLANK,
-            str(facts.get("largest_micro_size") or BLANK),
+            str(largest_micro_size),
             row.settings_text,
             _plan_result(facts),
         ]
@@ -98,16 +109,22 @@ def _plan_result(facts: dict[str, Any]) -> str:
     if facts.get("peak_bytes") is None:
         return "; ".join(facts.get("notes", []))
     best = facts.get("best") or {}
-    return "nothing fits" if best.get("missing_bytes") else str(best.get("overrides", ""))
+    if best.get("missing_bytes"):
+        return "nothing fits"
+    return str(best.get("overrides", ""))
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
     """Write a line per run, with a column per setting, and the names and units of result.json."""
-    fixed_names = ["rank", "job", *FACTS, "state", "error", "directory"]
+    # A setting may have the name of another column.
+    first_columns = ["rank", "job"]
+    last_columns = [*FACTS, "state", "error", "directory"]
     setting_columns = {}
     for name in setting_names(rows):
-        setting_columns[name] = f"setting {name}" if name in fixed_names else name
-    columns = [*fixed_names[:2], *setting_columns.values(), *fixed_names[2:]]
+        is_taken = name in first_columns or name in last_columns
+        setting_columns[name] = f"setting {name}" if is_taken else name
+    columns = [*first_columns, *setting_columns.values(), *last_columns]
+
     objective = objective_of(rows)
     with atomic_write(path) as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
@@ -116,7 +133,8 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
             values = dict(row.facts)
             for name, value in row.settings.items():
                 values[setting_columns[name]] = value
-            values["rank"] = rank_number if row.best is not None and objective else ""
+            has_rank = row.best is not None and objective is not None
+            values["rank"] = rank_number if has_rank else ""
             values["job"] = row.name
             values["state"] = row.state
             values["error"] = row.error
@@ -144,11 +162,12 @@ def write_page(folder: Path, rows: Sequence[Row]) -> None:
     ranked = rank(begun)
     names = setting_names(begun)
 
+    # Tables.
     tables: list[page.Table] = []
     merged = rank(merge_seeds(runs))
     if merged:
-        title = "Over seeds: mean and standard deviation"
-        tables.append((title, *table_of(merged, setting_names(merged))))
+        header, cells = table_of(merged, setting_names(merged))
+        tables.append(("Over seeds: mean and standard deviation", header, cells))
     header, cells = table_of(ranked, names)
     _link_pages(ranked, cells, folder)
     tables.append(("Leaderboard", header, cells))
@@ -162,6 +181,8 @@ def write_page(folder: Path, rows: Sequence[Row]) -> None:
         if row.best is not None:
             settings = [row.settings.get(name, "") for name in names]
             charted.append({"name": row.name, "number": begun.index(row), "value": row.best, "settings": settings})
+
+    # Lines below the title.
     counts = Counter(row.state for row in runs)
     counts_text = ", ".join(f"{count} {state}" for state, count in counts.items())
     lines = [f"{len(runs)} jobs: {counts_text}", str(folder)]

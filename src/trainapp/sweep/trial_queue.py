@@ -50,7 +50,8 @@ class TrialQueue:
     @property
     def count(self) -> int:
         """The number of jobs that the sweep has; of an endless space, `sweep.trials`."""
-        return int(min(self.space.size, self.settings.trials or math.inf))
+        most = self.settings.trials or math.inf
+        return int(min(self.space.size, most))
 
     @property
     def states(self) -> Counter[str]:
@@ -72,8 +73,10 @@ class TrialQueue:
         objectives = objectives_of(self.journal.facts)
         compares_trials = self.pruner is not None or self.settings.sampler != "grid"
         if len(objectives) > 1 and compares_trials:
-            texts = ", ".join(" ".join(objective) for objective in sorted(objectives))
-            raise UserError(f"objective: jobs have different ones ({texts}), which cannot be compared; set objective")
+            texts = [f"{metric} {direction}" for metric, direction in sorted(objectives)]
+            raise UserError(
+                f"objective: jobs have different ones ({', '.join(texts)}), which cannot be compared; set objective"
+            )
         if len(objectives) != 1:
             return ""
         _, direction = objectives.pop()
@@ -91,8 +94,12 @@ class TrialQueue:
         trial = self._propose_trial()
         if trial is not None:
             return trial
+
+        # No new trials begin. Once no job runs, the best of each rung continues, however few rivals it has.
         self.is_exhausted = True
-        return self._promote(is_last=True) if is_idle else None
+        if is_idle:
+            return self._promote(is_last=True)
+        return None
 
     def put_first(self, trial: Trial) -> None:
         """Make a trial the next one."""
@@ -112,7 +119,8 @@ class TrialQueue:
     def _propose_trial(self) -> Trial | None:
         """Add a new trial to the journal and return it; None if no configuration is left."""
         number = len(self.trials)
-        if self.is_exhausted or number >= (self.settings.trials or math.inf):
+        most = self.settings.trials or math.inf
+        if self.is_exhausted or number >= most:
             return None
         proposal = self.propose(number, self.trials, self.direction)
         if proposal is None:
@@ -133,10 +141,13 @@ class TrialQueue:
         """
         for name in (rungs.ASKS, rungs.ANSWERS, rungs.RUNGS):
             (folder / name).unlink(missing_ok=True)
-        rungs_ahead = self.pruner.rungs(trial) if self.pruner else []
+        if self.pruner is None:
+            return
+        rungs_ahead = self.pruner.rungs(trial)
         if rungs_ahead:
             folder.mkdir(parents=True, exist_ok=True)
-            rungs.write(folder / rungs.RUNGS, {"rungs": rungs_ahead, "launched": by_launcher})
+            content = {"rungs": rungs_ahead, "launched": by_launcher}
+            rungs.write(folder / rungs.RUNGS, content)
 
     def answer_question(self, trial: Trial) -> None:
         """Answer the question of a trial's run at a rung, if it has asked one."""
@@ -146,12 +157,16 @@ class TrialQueue:
         question = json_object(folder / rungs.ASKS)
         if not question:
             return
+
+        # The journal may already have the question: a sweep can be killed before it answers.
         rung = question["rung"]
         if rung not in trial.rung_values:
             self.journal.add("rung", number=trial.number, **question)
         if trial.is_held and self.pruner.passes(trial, rung, self.trials, self.direction):
             self.journal.add("promote", number=trial.number, rung=rung)
-        rungs.write(folder / rungs.ANSWERS, {"rung": rung, "passes": rung in trial.passed_rungs})
+
+        passes = rung in trial.passed_rungs
+        rungs.write(folder / rungs.ANSWERS, {"rung": rung, "passes": passes})
         (folder / rungs.ASKS).unlink()
 
     # How trials end
