@@ -121,6 +121,7 @@ class ResNet(nn.Module):
         block, counts = LAYOUTS[depth]
         make_norm = nn.BatchNorm2d if norm == "batch" else _group_norm
 
+        # The stem, which reduces large images 4-fold.
         if stem == "small":
             self.conv1 = _conv(image_channels, width, 3)
         else:
@@ -152,6 +153,8 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             elif isinstance(module, nn.BatchNorm2d | nn.GroupNorm | nn.Linear):
                 module.reset_parameters()
+
+        # A block whose branch ends in zeros is the identity.
         for block in self.blocks():
             last_norm = block.bn3 if isinstance(block, Bottleneck) else block.bn2
             nn.init.zeros_(last_norm.weight)
