@@ -75,8 +75,11 @@ def build(
 
     # The class, and a new or a saved configuration.
     model_class = getattr(transformers, _class_name(task))
-    location = None if path is None else _folder_or_hub_name(path)
-    source = f"model.config={config}" if path is None else f"model.path={path}"
+    location = None
+    source = f"model.config={config}"
+    if path is not None:
+        location = _folder_or_hub_name(path)
+        source = f"model.path={path}"
     model_config = _configuration(transformers, config, location, revision, source)
 
     # What the data determines and the user has not set. The shapes of a new model are free.
@@ -241,7 +244,9 @@ def _pretrained(
 
     # Only a classifier's own layers may have another shape than the saved ones.
     misshaped = [name for name, *_ in report["mismatched_keys"]]
-    replaceable = task_heads(model) if is_classifier else []
+    replaceable: list[str] = []
+    if is_classifier:
+        replaceable = task_heads(model)
     refused = sorted(name for name in misshaped if name.partition(".")[0] not in replaceable)
     if refused:
         raise UserError(

@@ -74,7 +74,10 @@ def load_tensors(
         "of another shape": misshaped_texts,
         "tied in the model, but not equal in the file": untied,
     }
-    problems = [f"{len(names)} {problem} ({listed(names)})" for problem, names in names_by_problem.items() if names]
+    problems = []
+    for problem, names in names_by_problem.items():
+        if names:
+            problems.append(f"{len(names)} {problem} ({listed(names)})")
     if not fitting or (strict and problems):
         reason = "; ".join(problems) or "there are none"
         remedy = "Build the model with the settings of their training"
