@@ -75,11 +75,8 @@ def build(
 
     # The class, and a new or a saved configuration.
     model_class = getattr(transformers, _class_name(task))
-    location = None
-    source = f"model.config={config}"
-    if path is not None:
-        location = _folder_or_hub_name(path)
-        source = f"model.path={path}"
+    location = None if path is None else _folder_or_hub_name(path)
+    source = f"model.config={config}" if path is None else f"model.path={path}"
     model_config = _configuration(transformers, config, location, revision, source)
 
     # What the data determines and the user has not set. The shapes of a new model are free.
