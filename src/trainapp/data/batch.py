@@ -93,8 +93,8 @@ def flatten_container(batch: Any) -> tuple[Sequence[Any], Rebuild] | None:
         children, context = registered.flatten_fn(batch)
         return children, lambda children: registered.unflatten_fn(children, context)
     if isinstance(batch, (list, tuple)):
-        is_namedtuple = hasattr(kind, "_make")
-        return batch, kind._make if is_namedtuple else kind
+        make: Any = getattr(kind, "_make", kind)  # a namedtuple's constructor takes its fields one by one
+        return batch, make
     if isinstance(batch, Mapping):
         values = [batch[key] for key in batch]
         return values, functools.partial(_mapping_with, batch)

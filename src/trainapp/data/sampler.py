@@ -218,7 +218,9 @@ def weights_of(dataset: Any, weights: str) -> np.ndarray:
         raise UserError(f"{setting}: cannot be read as weights, an array of numbers: {error}") from None
 
     if values is None or array.shape != (len(dataset),):
-        problem = "there are none" if values is None else f"their shape is {list(array.shape)}"
+        problem = "there are none"
+        if values is not None:
+            problem = f"their shape is {list(array.shape)}"
         raise UserError(
             f"{setting}: must be {BALANCED} (by the data set's attribute `targets`), the name of an attribute, or the "
             f"path of a .npy file, with one label or weight for each of the {len(dataset)} samples; {problem}"

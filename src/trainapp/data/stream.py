@@ -140,10 +140,11 @@ class Stream(Source):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the trained samples, in each shard that this rank reads."""
+        rank = self.ranks.rank if self.is_sharded else 0
         positions = [(shard.epoch, shard.number, tuple(shard.base)) for shard in self._shards]
         return {
             "world": self.ranks.world_size,
-            "rank": self.ranks.rank if self.is_sharded else 0,
+            "rank": rank,
             "is_sharded": self.is_sharded,
             "turn": self._turn,
             "shards": positions,
@@ -180,7 +181,9 @@ class Stream(Source):
                 f"batch.global_size={size}: each of the {world_size} ranks reads a shard of the stream, and needs at "
                 "least one sample of each step"
             )
-        samples_to_read = _part_size(size, rank, world_size) if self.is_sharded else size
+        samples_to_read = size
+        if self.is_sharded:
+            samples_to_read = _part_size(size, rank, world_size)
         samples, per_shard, turn = self._peek(epoch, samples_to_read)
         epoch_ends = self._epoch_ends_after(epoch, per_shard)
         spare = samples[0] if samples else None
@@ -188,7 +191,9 @@ class Stream(Source):
         # Once, ranks that should have read the same samples compare their first one.
         is_first_read = not self._step.key
         is_compared = is_first_read and world_size > 1 and not self.is_sharded
-        digest = _digest_of(spare) if is_compared else None
+        digest = None
+        if is_compared:
+            digest = _digest_of(spare)
         self.ranks.check_peers()  # up to here, memory may have run out on any rank
         if is_compared:
             self._compare_ranks(digest)
@@ -210,9 +215,14 @@ class Stream(Source):
             )
         self.fetched.samples = dict(zip(numbers, samples, strict=True))
         self.fetched.spare = spare
-        after = (epoch + 1, 0) if epoch_ends else (epoch, consumed + total)
+
+        # The next step begins after it, or with the first shard in the next epoch.
+        after = (epoch, consumed + total)
+        if epoch_ends:
+            after = (epoch + 1, 0)
+            turn = 0
         share = Share(numbers, total, largest=max(counts), after=after, start=sum(counts[:rank]))
-        return _ReadStep((epoch, consumed, size), share, per_shard, turn=0 if epoch_ends else turn)
+        return _ReadStep((epoch, consumed, size), share, per_shard, turn)
 
     def _peek(self, epoch: int, count: int) -> tuple[list[Any], list[int], int]:
         """Return the next `count` samples of the epoch, or all that are left, from the shards in turn; the number from

@@ -44,7 +44,9 @@ def is_empty(dataset: Any) -> bool:
 
 def at_most(samples: int, dataset: Any) -> int:
     """Return `samples`, or the size of the data set if it is known to be smaller."""
-    return samples if is_stream(dataset) else min(samples, len(dataset))
+    if is_stream(dataset):
+        return samples
+    return min(samples, len(dataset))
 
 
 class StreamPosition(NamedTuple):
@@ -142,7 +144,10 @@ class Shard(IterableDataset):
         try:
             if self._reads is None:
                 self._note_skipped()
-                self._reads = iter(self) if self._in_process else self._read_ahead()
+                if self._in_process:
+                    self._reads = iter(self)
+                else:
+                    self._reads = self._read_ahead()
             read = next(self._reads)
         except Exception:  # such as out of memory: an iterator that has raised may have lost samples, or ended
             self.close()

@@ -32,7 +32,8 @@ def split_indices(labels: np.ndarray, split: str) -> np.ndarray:
     """
     held_out = np.zeros(len(labels), dtype=bool)
     held_out[np.argsort(labels, kind="stable")[::5]] = True
-    return np.flatnonzero(held_out if split == "val" else ~held_out)
+    is_in_split = held_out if split == "val" else ~held_out
+    return np.flatnonzero(is_in_split)
 
 
 class Digits(BatchedDataset):

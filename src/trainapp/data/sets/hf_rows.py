@@ -39,7 +39,9 @@ def open_rows(path: str | Sequence[str], name: str | None, directory: Path, sett
     except Exception as error:  # a missing or damaged file, a name unknown to the hub, no network
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"data.{setting}={path}: cannot be read: {reason}") from error
-    return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+    if isinstance(loaded, dict):
+        return dict(loaded)
+    return {"train": loaded}
 
 
 def _load(paths: list[str], name: str | None, cache: str) -> Any:

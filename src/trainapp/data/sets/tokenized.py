@@ -48,8 +48,10 @@ class Tokenized(BatchedDataset):
         import datasets
 
         # The key of the cache: all that determines the tokens.
+        rules = self.vocabulary
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        rules = self.vocabulary if backend is None else backend.to_str()
+        if backend is not None:
+            rules = backend.to_str()
         special_tokens = {name: str(value) for name, value in self.tokenizer.special_tokens_map.items()}
         key = cache_key(rows._fingerprint, len(rows), type(self.tokenizer).__name__, rules, special_tokens, *parts)
 
