@@ -72,8 +72,6 @@ def build(
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # the run has its own
-
-    # The class, and a new or a saved configuration.
     model_class = getattr(transformers, _class_name(task))
     location = None if path is None else _folder_or_hub_name(path)
     source = f"model.config={config}" if path is None else f"model.path={path}"
@@ -87,7 +85,6 @@ def build(
     if path is None:
         _set_image_shape(model_config, user_settings, image_shape)
 
-    # The model: with random weights, or with those at the path.
     options: dict[str, Any] = {"dtype": torch.float32}
     if attention is not None:
         options["attn_implementation"] = attention
