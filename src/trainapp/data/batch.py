@@ -93,12 +93,15 @@ def flatten_container(batch: Any) -> tuple[Sequence[Any], Rebuild] | None:
         children, context = registered.flatten_fn(batch)
         return children, lambda children: registered.unflatten_fn(children, context)
     if isinstance(batch, (list, tuple)):
-        return batch, kind._make if hasattr(kind, "_make") else kind
+        make: Any = getattr(kind, "_make", kind)  # a namedtuple's constructor takes its fields one by one
+        return batch, make
     if isinstance(batch, Mapping):
-        return [batch[key] for key in batch], functools.partial(_mapping_with, batch)
+        values = [batch[key] for key in batch]
+        return values, functools.partial(_mapping_with, batch)
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(batch) if hasattr(batch, field.name)]
-        return [getattr(batch, name) for name in names], functools.partial(_dataclass_with, batch, names)
+        values = [getattr(batch, name) for name in names]
+        return values, functools.partial(_dataclass_with, batch, names)
     return None
 
 
@@ -107,6 +110,8 @@ def _mapping_with(mapping: Any, values: list[Any]) -> Any:
     new_items = dict(zip(mapping, values, strict=True))
     if not isinstance(mapping, (dict, UserDict)):
         return type(mapping)(new_items)
+
+    # A copy, so that attributes beside the items stay.
     new_mapping: Any = copy.copy(mapping)
     if getattr(mapping, "__dict__", None) is mapping:  # a dict whose keys are also its attributes
         new_mapping.__dict__ = new_mapping
@@ -149,7 +154,7 @@ class MicroBatch(NamedTuple):
 
 def bucket_of(samples: int, elements: int) -> int:
     """Return the bucket of a shape: the elements per sample, rounded up to a power of two."""
-    elements_per_sample = max(1, -(-elements // samples))
+    elements_per_sample = max(1, -(-elements // samples))  # rounded up
     return 1 << (elements_per_sample - 1).bit_length()
 
 
@@ -164,19 +169,20 @@ def cut(indices: Sequence[int], size: int, min_pieces: int = 0, fewest: int = 1)
         fewest: samples that the model needs at once. If one of the pieces would have fewer, some are empty instead,
             unless all samples together are fewer. Choose `size` with `size_for`, so that this is rare.
     """
+    # Usually pieces of `size` and the remainder are enough.
     pieces = [indices[start:end] for start, end in ranges(0, len(indices), size)]
     if len(pieces) >= min_pieces and all(len(piece) >= fewest for piece in pieces):
         return pieces
 
-    # Spread the samples evenly over as many pieces as they can fill, and leave the last pieces empty.
-    count = max(len(pieces), min_pieces)
-    filled = min(count, max(1, len(indices) // fewest))
+    # Otherwise spread the samples evenly over as many pieces as they can fill, and leave the last pieces empty.
+    pieces_to_return = max(len(pieces), min_pieces)
+    pieces_to_fill = min(pieces_to_return, max(1, len(indices) // fewest))
     even_pieces = []
-    for part in range(filled):
-        start, end = part_bounds(len(indices), part, filled)
+    for part in range(pieces_to_fill):
+        start, end = part_bounds(len(indices), part, pieces_to_fill)
         even_pieces.append(indices[start:end])
     empty_piece = indices[:0]
-    return even_pieces + [empty_piece] * (count - filled)
+    return even_pieces + [empty_piece] * (pieces_to_return - pieces_to_fill)
 
 
 def size_for(samples: int, size: int, fewest: int) -> int:
@@ -185,6 +191,8 @@ def size_for(samples: int, size: int, fewest: int) -> int:
     """
     if fewest == 1 or samples <= size:
         return size
+
+    # Smaller sizes first: they need no more memory than the one that was chosen.
     no_larger_sizes = range(size, fewest - 1, -1)
     larger_sizes = range(size + 1, samples)
     for candidate in itertools.chain(no_larger_sizes, larger_sizes):
@@ -226,9 +234,11 @@ def pieces_of(micro: MicroBatch, pieces: Sequence[Sequence[int]], fewest: int = 
     """
     for number, piece in enumerate(pieces, start=1):
         if piece:
-            start, end = piece[0], piece[-1] + 1
-        else:
-            start, end = 0, min(fewest, micro.samples)
+            start = piece[0]
+            end = piece[-1] + 1
+        else:  # a dummy computes on the first samples, whose loss does not count
+            start = 0
+            end = min(fewest, micro.samples)
         yield MicroBatch(
             data=micro.slice_samples(start, end),
             last=micro.last and number == len(pieces),

@@ -80,11 +80,14 @@ class EvalBatches:
     def _pieces(self, evaluated: int, size: int, ranks: Ranks) -> Iterator[Sequence[int]]:
         """Yield the numbers of each batch's samples. Lazy: a list would grow with the data set."""
         start = min(self.start + evaluated, self.end)
-        own_batches = -(-(self.end - start) // size)
-        most_batches = ranks.all_reduce_max(own_batches)[0] if self.equal else own_batches
+        batches_here = -(-(self.end - start) // size)  # rounded up
+        most_batches = batches_here
+        if self.equal:
+            most_batches = ranks.all_reduce_max(batches_here)[0]
+
         for batch_start, batch_end in ranges(start, self.end, size):
             yield list(range(batch_start, batch_end))
-        for _ in range(most_batches - own_batches):  # empty ones, to keep in step with the other ranks
+        for _ in range(most_batches - batches_here):  # empty ones, to keep in step with the other ranks
             yield []
 
     def _read_pieces(self, evaluated: int, size: int) -> Iterator[Sequence[int]]:
@@ -97,11 +100,15 @@ class EvalBatches:
             samples_read = self._shard.available(0, size * self.world_size)
             if samples_read == 0:
                 break
+
+            # The ranks take the samples in turn. Those that this rank has evaluated before are left out.
             numbers = []
             for number in range(start, start + samples_read):
                 number_on_rank, rank = divmod(number, self.world_size)
                 if rank == self.rank and number_on_rank >= evaluated:
                     numbers.append(number)
+
+            # Hold the samples while the loader collates them, and release all that were read afterwards.
             self._batch_samples.samples = {number: self._shard.sample(number - start) for number in numbers}
             self._batch_samples.spare = self._shard.sample(0)
             if numbers:

@@ -23,12 +23,14 @@ def batch_dims(batch: Any, parts: Sequence[Any]) -> list[int | None]:
         if all(are_equal(tensor, piece) for piece in pieces):
             dims.append(None)
             continue
-        joined_dims = (dim for dim in range(tensor.dim()) if _is_concatenation(tensor, pieces, dim))
-        dim = next(joined_dims, None)
+        dim = _joined_dim(tensor, pieces)
         if dim is None:
             return []
         dims.append(dim)
-    return dims if any(dim is not None for dim in dims) else []
+
+    # If all tensors are shared, nothing says how many samples a part has.
+    all_are_identical = all(dim is None for dim in dims)
+    return [] if all_are_identical else dims
 
 
 def is_padded(batch: Any, parts: Sequence[Any]) -> bool:
@@ -47,10 +49,16 @@ def join_parts(batch: Any, parts: Sequence[Any], dims: Sequence[int | None]) -> 
         parts: what to join, in this order.
         dims: the batch's, see `batch_dims`.
     """
+    tensors = tensors_in(batch)
     tensors_of_parts = [tensors_in(part) for part in parts]
     new_tensors = []
-    for tensor, dim, *pieces in zip(tensors_in(batch), dims, *tensors_of_parts, strict=True):
-        new_tensors.append(tensor if dim is None else _concatenate(pieces, dim))
+    for tensor, dim, *pieces in zip(tensors, dims, *tensors_of_parts, strict=True):
+        if dim is None:
+            new_tensors.append(tensor)
+        else:
+            new_tensors.append(_concatenate(pieces, dim))
+
+    # `map_tensors` visits the tensors in the order in which `tensors_in` lists them.
     in_order = iter(new_tensors)
     return map_tensors(lambda _: next(in_order), batch)
 
@@ -61,10 +69,14 @@ def are_equal(first: Tensor, second: Tensor) -> bool:
         return False
     if (first.is_nested, first.dim()) != (second.is_nested, second.dim()):
         return False
+
+    # Nested tensors: row by row.
     if first.is_nested:
         first_rows = first.unbind()
         second_rows = second.unbind()
         return len(first_rows) == len(second_rows) and all(map(torch.equal, first_rows, second_rows))
+
+    # Sparse tensors: by their indices and values, which must be in a unique order.
     if first.layout is torch.sparse_coo:
         first = first.coalesce()
         second = second.coalesce()
@@ -75,9 +87,22 @@ def _tensors_and_pieces(batch: Any, parts: Sequence[Any]) -> list[tuple[Tensor, 
     """Return each tensor of the batch with those of the parts in its place; None if their numbers differ."""
     tensors = tensors_in(batch)
     tensors_of_parts = [tensors_in(part) for part in parts]
-    if any(len(part_tensors) != len(tensors) for part_tensors in tensors_of_parts):
-        return None
-    return [(tensor, pieces) for tensor, *pieces in zip(tensors, *tensors_of_parts, strict=True)]
+    for part_tensors in tensors_of_parts:
+        if len(part_tensors) != len(tensors):
+            return None
+
+    tensors_and_pieces = []
+    for tensor, *pieces in zip(tensors, *tensors_of_parts, strict=True):
+        tensors_and_pieces.append((tensor, pieces))
+    return tensors_and_pieces
+
+
+def _joined_dim(tensor: Tensor, pieces: list[Tensor]) -> int | None:
+    """Return the first dimension in which the tensor is the concatenation of its pieces; None if there is none."""
+    for dim in range(tensor.dim()):
+        if _is_concatenation(tensor, pieces, dim):
+            return dim
+    return None
 
 
 def _is_concatenation(tensor: Tensor, pieces: list[Tensor], dim: int) -> bool:
@@ -90,14 +115,16 @@ def _concatenate(tensors: list[Tensor], dim: int) -> Tensor:
     """Concatenate, as `torch.cat`, also what it does not take: compressed sparse tensors, and nested ones by rows."""
     layout = tensors[0].layout
     if tensors[0].is_nested:
+        if dim:
+            raise RuntimeError("nested tensors are joined in their first dimension")
         rows: list[Tensor] = []
         for tensor in tensors:
             rows.extend(tensor.unbind())
-        if dim:
-            raise RuntimeError("nested tensors are joined in their first dimension")
         return torch.nested.as_nested_tensor(rows, layout=layout)
+
     if layout in (torch.sparse_csr, torch.sparse_csc):
-        return torch.cat([tensor.to_sparse_coo() for tensor in tensors], dim).to_sparse(layout=layout)
+        by_coordinates = [tensor.to_sparse_coo() for tensor in tensors]
+        return torch.cat(by_coordinates, dim).to_sparse(layout=layout)
     return torch.cat(tensors, dim)
 
 
@@ -107,20 +134,24 @@ def _is_padded_tensor(tensor: Tensor, pieces: list[Tensor]) -> bool:
         return True
     # Sparse and nested tensors are not cut into rows: they have no padding.
     can_be_padded = tensor.layout is torch.strided and not tensor.is_nested
-    is_joined_along = _is_padded_along if can_be_padded else _is_concatenation
-    return any(is_joined_along(tensor, pieces, dim) for dim in range(tensor.dim()))
+    if not can_be_padded:
+        return _joined_dim(tensor, pieces) is not None
+    return any(_is_padded_along(tensor, pieces, dim) for dim in range(tensor.dim()))
 
 
 def _is_padded_along(tensor: Tensor, pieces: list[Tensor], dim: int) -> bool:
+    """Return whether a tensor is its pieces joined in this dimension, with padding in others: all at the end, or all at
+    the start.
+    """
     if any(piece.dim() != tensor.dim() for piece in pieces):
         return False
     sizes = [piece.shape[dim] for piece in pieces]
     if sum(sizes) != tensor.shape[dim]:
         return False
     blocks = tensor.split(sizes, dim)
-    if all(_begins_with(block, piece) for block, piece in zip(blocks, pieces, strict=True)):
+    if all(map(_begins_with, blocks, pieces)):
         return True
-    return all(_ends_with(block, piece) for block, piece in zip(blocks, pieces, strict=True))
+    return all(map(_ends_with, blocks, pieces))
 
 
 def _begins_with(tensor: Tensor, piece: Tensor) -> bool:
@@ -129,6 +160,8 @@ def _begins_with(tensor: Tensor, piece: Tensor) -> bool:
 
 
 def _ends_with(tensor: Tensor, piece: Tensor) -> bool:
-    sizes = zip(tensor.shape, piece.shape, strict=True)
-    corner = tuple(slice(max(0, size - piece_size), None) for size, piece_size in sizes)
-    return torch.equal(tensor[corner], piece)
+    corner = []
+    for size, piece_size in zip(tensor.shape, piece.shape, strict=True):
+        first = max(0, size - piece_size)
+        corner.append(slice(first, None))
+    return torch.equal(tensor[tuple(corner)], piece)

@@ -63,6 +63,8 @@ class Fetcher(Dataset):
             samples = self.dataset.__getitems__(indices)
             if not isinstance(samples, list):
                 return samples  # collated by the data set
+
+        # Seeding must not disturb the generators of a run that fetches in its own process.
         with preserved_rng(CPU):
             if not samples:
                 samples = [self._sample(request.epoch, index) for index in indices]
@@ -104,7 +106,8 @@ class BatchedDataset(Dataset, Sized):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Return one sample, without the batch dimension. Raises IndexError beyond the data."""
-        return {key: value[0] for key, value in self.__getitems__([index]).items()}
+        batch = self.__getitems__([index])
+        return {key: tensor[0] for key, tensor in batch.items()}
 
     def _positions(self, indices: Sequence[int]) -> np.ndarray:
         """Return `indices` as int64 [B]. Raises IndexError for one that is not in [0, len(self)).
@@ -142,7 +145,7 @@ class BatchLoader:
         self.split = dataset_split if callable(dataset_split) else split
         self._pins_memory = device.type == "cuda"
         self._requests: Iterator[Request] = iter(())  # for the worker processes
-        self._loader: DataLoader | None = None
+        self._loader: DataLoader | None = None  # None: batches are fetched in this process
         if workers:
             self._loader = build_loader(
                 self.fetcher,

@@ -79,6 +79,7 @@ class Progress:
             self.update = next_update
             return False
 
+        # The step is finished: count it, and begin the next one with its first update.
         if self.applied:
             self.step += 1
         else:

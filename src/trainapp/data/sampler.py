@@ -115,11 +115,14 @@ class Sampler(Source):
         self.share = lru_cache(maxsize=2)(self.share)  # type: ignore[method-assign]
 
     def share(self, epoch: int, consumed: int, size: int) -> Share:
-        total = max(0, min(size, self.samples - consumed))
+        # The step takes the next samples of the epoch, and this rank its part of them.
+        remaining = max(0, self.samples - consumed)
+        total = min(size, remaining)
         start, end = part_bounds(total, self.rank, self.world_size)
         numbers = self.order.indices(epoch, consumed + start, consumed + end)
-        largest = -(-total // self.world_size)
+        largest = -(-total // self.world_size)  # rounded up
 
+        # The next step begins after it, or in the next epoch if too few samples are left.
         consumed_after = consumed + size
         smallest_step = size if self.drop_last else 1
         epoch_has_another_step = self.samples - consumed_after >= smallest_step
@@ -129,7 +132,9 @@ class Sampler(Source):
     def steps_left(self, consumed: int, size: int) -> int:
         """Return the steps left in an epoch, whatever the sizes of earlier steps were."""
         remaining = self.samples - consumed
-        return remaining // size if self.drop_last else -(-remaining // size)
+        if self.drop_last:
+            return remaining // size
+        return -(-remaining // size)  # rounded up
 
     def first(self, most: int) -> tuple[Any, list[Any]]:
         return self.fetched, self.order.indices(0, 0, min(most, self.samples))
@@ -151,7 +156,8 @@ class Permutation:
         first_block = start - start % BLOCK
         for block_start in range(first_block, end, BLOCK):
             block = self._block(epoch, block_start)
-            indices.extend(block[max(0, start - block_start) : end - block_start])
+            first = max(0, start - block_start)  # after 0 only in the first block
+            indices.extend(block[first : end - block_start])
         return indices
 
     def _compute_block(self, epoch: int, start: int) -> list[int]:
@@ -169,7 +175,8 @@ class Weighted:
         self.seed = seed
         self.samples = len(weights)
         self._sums = np.cumsum(weights)
-        self.name = f"weighted-{hashlib.sha256(weights.tobytes()).hexdigest()[:16]}"  # other weights give another order
+        digest = hashlib.sha256(weights.tobytes()).hexdigest()
+        self.name = f"weighted-{digest[:16]}"  # other weights give another order
 
     def indices(self, epoch: int, start: int, end: int) -> list[Draw]:
         """Return the draws at the positions [start, end) of an epoch."""
@@ -194,20 +201,32 @@ def weights_of(dataset: Any, weights: str) -> np.ndarray:
     """
     setting = f"data.sampling.weights={weights}"
     is_balanced = weights == BALANCED
-    values = _labels_of(dataset) if is_balanced else getattr(dataset, weights, None)
+
+    # Labels of any type, or one number per sample.
+    dtype: Any
+    if is_balanced:
+        values = _labels_of(dataset)
+        dtype = None
+    else:
+        values = getattr(dataset, weights, None)
+        dtype = np.float64
     try:
         if values is None and weights.endswith(".npy"):
             values = np.load(Path(weights).expanduser())
-        array = np.asarray(values, dtype=None if is_balanced else np.float64)
+        array = np.asarray(values, dtype=dtype)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{setting}: cannot be read as weights, an array of numbers: {error}") from None
 
     if values is None or array.shape != (len(dataset),):
-        problem = "there are none" if values is None else f"their shape is {list(array.shape)}"
+        problem = "there are none"
+        if values is not None:
+            problem = f"their shape is {list(array.shape)}"
         raise UserError(
             f"{setting}: must be {BALANCED} (by the data set's attribute `targets`), the name of an attribute, or the "
             f"path of a .npy file, with one label or weight for each of the {len(dataset)} samples; {problem}"
         )
+
+    # All classes are equally likely if the samples of each share a weight of 1.
     if is_balanced:
         _, classes, class_sizes = np.unique(array, return_inverse=True, return_counts=True)
         return 1.0 / class_sizes[classes]
@@ -219,4 +238,6 @@ def weights_of(dataset: Any, weights: str) -> np.ndarray:
 def _labels_of(dataset: Any) -> Any:
     """Return the classes of the samples, None if the data set does not tell them."""
     targets = getattr(dataset, "targets", None)
-    return getattr(dataset, "labels", None) if targets is None else targets
+    if targets is not None:
+        return targets
+    return getattr(dataset, "labels", None)

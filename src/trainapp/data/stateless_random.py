@@ -43,12 +43,15 @@ def uniform(seed: int, epoch: int, indices: Sequence[int] | np.ndarray, count: i
     taken modulo 2**64.
     """
     gamma = np.uint64(GAMMA)
-    # Each row is a generator of its own, which starts from a hash of the row's index; the columns are its outputs.
+    # Each row is a generator of its own, which starts from a hash of the row's index.
     row_numbers = np.asarray(indices, dtype=np.int64).astype(np.uint64) + np.uint64(1)
-    column_numbers = np.arange(1, count + 1, dtype=np.uint64)
     row_states = splitmix64(row_numbers * gamma + key(seed, epoch))
+    # The columns are the generator's outputs.
+    column_numbers = np.arange(1, count + 1, dtype=np.uint64)
     bits = splitmix64(row_states[:, None] + column_numbers * gamma)
-    return (bits >> np.uint64(11)) * 2.0**-53  # the upper 53 bits, as many as a float64 holds
+    # The upper 53 bits, as many as a float64 holds.
+    upper_bits = bits >> np.uint64(11)
+    return upper_bits * 2.0**-53
 
 
 def permuted(seed: int, epoch: int, positions: np.ndarray, samples: int) -> np.ndarray:
@@ -59,13 +62,17 @@ def permuted(seed: int, epoch: int, positions: np.ndarray, samples: int) -> np.n
     cycle until it returns; this is rare, as the rectangle has less than one extra row. Source: J. Black, P. Rogaway,
     "Ciphers with arbitrary finite domains", CT-RSA 2002 (generalised Feistel, cycle walking); the hash is splitmix64.
     """
+    # The smallest rectangle, nearly a square, that holds all samples.
     columns = math.isqrt(samples - 1) + 1
-    rows = -(-samples // columns)
+    rows = -(-samples // columns)  # rounded up
+
+    # A key per round, so that each shifts by another hash.
     round_numbers = np.arange(1, _ROUNDS + 1, dtype=np.uint64)
     round_keys = splitmix64(round_numbers * np.uint64(GAMMA) + key(seed + _ORDER_SALT, epoch))
 
+    # Cells beyond the data walk on along their cycles.
     images = _permute_cells(positions, rows, columns, round_keys)
-    outside = np.flatnonzero(images >= samples)  # cells beyond the data: walk on along their cycles
+    outside = np.flatnonzero(images >= samples)
     while len(outside):
         images[outside] = _permute_cells(images[outside], rows, columns, round_keys)
         outside = outside[images[outside] >= samples]
@@ -79,6 +86,7 @@ def _permute_cells(cells: np.ndarray, rows: int, columns: int, round_keys: np.nd
     gamma = np.uint64(GAMMA)
     row, column = np.divmod(cells.astype(np.uint64), column_count)
     for row_key, column_key in round_keys.reshape(-1, 2):
+        # Shift the row by a hash of the column, then the column by a hash of the new row.
         row_shift = splitmix64(column * gamma + row_key) % row_count
         row = (row + row_shift) % row_count
         column_shift = splitmix64(row * gamma + column_key) % column_count

@@ -95,7 +95,10 @@ class Stream(Source):
         else:
             count = 1
             indices = range(1)
-        self._shards = [Shard(self.dataset, self.seed, index, count, self._in_process) for index in indices]
+        self._shards = []
+        for index in indices:
+            shard = Shard(self.dataset, self.seed, index, count, self._in_process)
+            self._shards.append(shard)
         self._turn = 0
         self._step = _ReadStep()
 
@@ -137,12 +140,14 @@ class Stream(Source):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the trained samples, in each shard that this rank reads."""
+        rank = self.ranks.rank if self.is_sharded else 0
+        positions = [(shard.epoch, shard.number, tuple(shard.base)) for shard in self._shards]
         return {
             "world": self.ranks.world_size,
-            "rank": self.ranks.rank if self.is_sharded else 0,
+            "rank": rank,
             "is_sharded": self.is_sharded,
             "turn": self._turn,
-            "shards": [(shard.epoch, shard.number, tuple(shard.base)) for shard in self._shards],
+            "shards": positions,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -154,6 +159,8 @@ class Stream(Source):
                     f"there are {self.ranks.world_size} ranks"
                 )
                 return
+
+            # The saved positions are of the shards as they were cut then.
             shards = len(state["shards"])
             if shards != len(self._shards):
                 log.info("reading the stream in %d shards per rank, as before, regardless of data.num_workers", shards)
@@ -174,13 +181,19 @@ class Stream(Source):
                 f"batch.global_size={size}: each of the {world_size} ranks reads a shard of the stream, and needs at "
                 "least one sample of each step"
             )
-        samples_to_read = _part_size(size, rank, world_size) if self.is_sharded else size
+        samples_to_read = size
+        if self.is_sharded:
+            samples_to_read = _part_size(size, rank, world_size)
         samples, per_shard, turn = self._peek(epoch, samples_to_read)
         epoch_ends = self._epoch_ends_after(epoch, per_shard)
         spare = samples[0] if samples else None
+
+        # Once, ranks that should have read the same samples compare their first one.
         is_first_read = not self._step.key
         is_compared = is_first_read and world_size > 1 and not self.is_sharded
-        digest = _digest_of(spare) if is_compared else None
+        digest = None
+        if is_compared:
+            digest = _digest_of(spare)
         self.ranks.check_peers()  # up to here, memory may have run out on any rank
         if is_compared:
             self._compare_ranks(digest)
@@ -202,9 +215,14 @@ class Stream(Source):
             )
         self.fetched.samples = dict(zip(numbers, samples, strict=True))
         self.fetched.spare = spare
-        after = (epoch + 1, 0) if epoch_ends else (epoch, consumed + total)
+
+        # The next step begins after it, or with the first shard in the next epoch.
+        after = (epoch, consumed + total)
+        if epoch_ends:
+            after = (epoch + 1, 0)
+            turn = 0
         share = Share(numbers, total, largest=max(counts), after=after, start=sum(counts[:rank]))
-        return _ReadStep((epoch, consumed, size), share, per_shard, turn=0 if epoch_ends else turn)
+        return _ReadStep((epoch, consumed, size), share, per_shard, turn)
 
     def _peek(self, epoch: int, count: int) -> tuple[list[Any], list[int], int]:
         """Return the next `count` samples of the epoch, or all that are left, from the shards in turn; the number from
@@ -212,6 +230,8 @@ class Stream(Source):
         """
         if len(self._shards) == 1:  # all at once, and one more, which tells whether the epoch ends
             self._shards[0].available(epoch, count + 1)
+
+        # Take one sample from each shard in turn, until there are enough or all shards have ended in a row.
         samples: list[Any] = []
         per_shard = [0] * len(self._shards)
         turn = self._turn
@@ -230,8 +250,11 @@ class Stream(Source):
 
     def _epoch_ends_after(self, epoch: int, per_shard: Sequence[int]) -> bool:
         """Return whether this rank's shards have no more samples of the epoch after so many from each."""
-        shards_with_counts = zip(self._shards, per_shard, strict=True)
-        return all(shard.available(epoch, count + 1) <= count for shard, count in shards_with_counts)
+        for shard, count in zip(self._shards, per_shard, strict=True):
+            has_another = shard.available(epoch, count + 1) > count
+            if has_another:
+                return False
+        return True
 
     def _compare_ranks(self, digest: Any) -> None:
         """Warn if ranks have read different first samples. Collective."""
@@ -249,9 +272,13 @@ class Stream(Source):
         by_rank = self.ranks.all_gather_object((samples, epoch_ends))
         counts = [rank_samples for rank_samples, _ in by_rank]
         epoch_ends_on_all = all(rank_ends for _, rank_ends in by_rank)
-        if sum(counts) and not all(counts):  # a rank without samples only keeps in step with the others
+
+        # A rank without samples keeps in step with the others by computing on another rank's sample.
+        some_ranks_lack_samples = sum(counts) > 0 and not all(counts)
+        if some_ranks_lack_samples:
             spares = self.ranks.all_gather_object(compacted(spare))
-            spare = next(rank_spare for rank_spare in spares if rank_spare is not None)
+            available_spares = [rank_spare for rank_spare in spares if rank_spare is not None]
+            spare = available_spares[0]
         return counts, epoch_ends_on_all, spare
 
 

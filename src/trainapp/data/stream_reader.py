@@ -44,7 +44,9 @@ def is_empty(dataset: Any) -> bool:
 
 def at_most(samples: int, dataset: Any) -> int:
     """Return `samples`, or the size of the data set if it is known to be smaller."""
-    return samples if is_stream(dataset) else min(samples, len(dataset))
+    if is_stream(dataset):
+        return samples
+    return min(samples, len(dataset))
 
 
 class StreamPosition(NamedTuple):
@@ -142,7 +144,10 @@ class Shard(IterableDataset):
         try:
             if self._reads is None:
                 self._note_skipped()
-                self._reads = iter(self) if self._in_process else self._read_ahead()
+                if self._in_process:
+                    self._reads = iter(self)
+                else:
+                    self._reads = self._read_ahead()
             read = next(self._reads)
         except Exception:  # such as out of memory: an iterator that has raised may have lost samples, or ended
             self.close()
@@ -177,12 +182,14 @@ class Shard(IterableDataset):
         position = (self.epoch, self.number)
         start = self.base  # where the source is opened
         base = self.base  # of the next sample
-        while True:
+        while True:  # for each epoch
             epoch = start.epoch
             number = start.number  # samples of the epoch so far
             initial_state = self._open(start)
             if not self._tells_position:
                 base = start  # otherwise it is in the previous epoch until there is a state in this one
+
+            # Read the epoch. Samples up to the position have been trained, and are skipped.
             while (sample := self._next_sample(epoch, number)) is not _END:
                 number += 1
                 if (epoch, number) > position:
@@ -196,6 +203,7 @@ class Shard(IterableDataset):
                     else:
                         base = StreamPosition(epoch, number, state)
 
+            # The epoch has ended: an error if the position lies after its end.
             trained_epoch, trained = position
             if epoch == trained_epoch and number < trained:
                 raise UserError(
@@ -207,15 +215,19 @@ class Shard(IterableDataset):
                 yield None
             start = StreamPosition(epoch + 1)
 
-    def _open(self, place: StreamPosition) -> Any:
-        """Begin to read at the place. Return the source's state at the start of an epoch, if it has one."""
-        seed_from(CPU, self.seed, place.epoch, *self.shard)  # for shuffling at the start of an epoch
+    def _open(self, start: StreamPosition) -> Any:
+        """Begin to read at a position. Return the source's state at the start of an epoch, if it has one."""
+        seed_from(CPU, self.seed, start.epoch, *self.shard)  # for shuffling at the start of an epoch
         if hasattr(self.source, "set_epoch"):
-            self.source.set_epoch(place.epoch)
-        if place.state is not None:
-            self.source.load_state_dict(copy.deepcopy(place.state))
+            self.source.set_epoch(start.epoch)
+        if start.state is not None:
+            self.source.load_state_dict(copy.deepcopy(start.state))
         self._iterator = iter(self.source)
-        return self._source_state() if self._tells_position and place.state is None else None
+
+        begins_epoch = start.state is None
+        if self._tells_position and begins_epoch:
+            return self._source_state()
+        return None
 
     def _next_sample(self, epoch: int, number: int) -> Any:
         """Return the source's next sample, with the generators seeded for it, or `_END`."""
@@ -246,7 +258,10 @@ def _tells_position(source: Any) -> bool:
     for method in ("state_dict", "load_state_dict"):
         if not callable(getattr(source, method, None)):
             return False
-    return not (_is_of_datasets(source) and _has_shuffle_buffer(getattr(source, "_ex_iterable", None)))
+    if not _is_of_datasets(source):
+        return True
+    examples = getattr(source, "_ex_iterable", None)
+    return not _has_shuffle_buffer(examples)
 
 
 def _is_of_datasets(source: Any) -> bool:
@@ -258,6 +273,7 @@ def _has_shuffle_buffer(iterable: Any) -> bool:
     """Return whether one of the iterables that feed a stream of `datasets` has a shuffle buffer."""
     if type(iterable).__name__ == "BufferShuffledExamplesIterable":
         return True
+    # One that transforms another has it as `ex_iterable`, one that mixes several as `ex_iterables`.
     inner_iterables = [getattr(iterable, "ex_iterable", None)]
     inner_iterables.extend(getattr(iterable, "ex_iterables", None) or [])
     return any(_has_shuffle_buffer(inner) for inner in inner_iterables if inner is not None)

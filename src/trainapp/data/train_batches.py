@@ -138,9 +138,12 @@ class TrainBatches:
         position = _UpdatePosition(
             progress.epoch, progress.consumed, step, progress.update, tuple(sizes), fewest, cadences
         )
+
+        # Continue with what was prefetched if it begins here; otherwise start over.
         if self._position != position:
             self._open = iter(())  # ends the workers' iteration before the next one starts
             self._open = self._loader.batches(self._requests(position))
+
         self._position = None  # an aborted step leaves the iterator mid-step
         for micro in self._open:
             yield micro
@@ -183,11 +186,15 @@ class TrainBatches:
     def _update_requests(self, position: _UpdatePosition) -> Iterator[Request]:
         """Yield this rank's micro-batches, as many as on the rank with the most samples, so some may be dummies."""
         share = self.source.share(position.epoch, position.consumed, self.global_size)
+
+        # Every rank makes as many micro-batches as the largest share needs.
         fewest = position.fewest[position.update]
         size = size_for(share.largest, position.sizes[position.update], fewest)
-        count = -(-share.largest // size)
-        start = share.start
-        for number, indices in enumerate(cut(share.numbers, size, count, fewest), start=1):
+        count = -(-share.largest // size)  # rounded up
+        pieces = cut(share.numbers, size, count, fewest)
+
+        start = share.start  # the piece's first position in the global batch
+        for number, indices in enumerate(pieces, start=1):
             end = start + len(indices)
             yield Request(position.epoch, indices, range(start, end), last=number == count, fewest=fewest)
             start = end
@@ -197,7 +204,9 @@ class TrainBatches:
         next_update = update_after(position.update, position.step, position.cadences)
         if next_update is not None:
             return position._replace(update=next_update)
-        epoch, consumed = self.source.share(position.epoch, position.consumed, self.global_size).after
+
+        share = self.source.share(position.epoch, position.consumed, self.global_size)
+        epoch, consumed = share.after
         step = position.step + 1 if _differ_by_step(position.cadences) else 0
         return position._replace(epoch=epoch, consumed=consumed, step=step, update=0)
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainapp.torch_private import outside_dispatch_modes
 
 PARENT_CHECK = 1.0  # seconds
+MOST_WORKERS = 8  # per rank, with data.num_workers=auto
 
 
 def build_loader(dataset: Dataset, workers: int, **options: Any) -> DataLoader:
@@ -43,7 +44,10 @@ def _follow_the_run(worker: int) -> None:
     for stop_signal in (signal.SIGINT, signal.SIGTERM):
         # Unlike SIG_IGN, a handler is not passed on to programs that a worker starts.
         signal.signal(stop_signal, lambda signal_number, frame: None)
-    threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
+
+    parent = os.getppid()
+    watcher = threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True)
+    watcher.start()
 
 
 def _end_with(parent: int) -> None:
@@ -81,8 +85,10 @@ def worker_count(setting: int | str, dataset: Dataset, ranks: int = 1) -> int:
         return int(setting)
     if getattr(dataset, "in_memory", False):
         return 0
+
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    return max(0, min(8, cores // ranks - 1))
+    spare_cores_per_rank = cores // ranks - 1
+    return max(0, min(MOST_WORKERS, spare_cores_per_rank))

@@ -79,12 +79,17 @@ class Contrastive(EmbeddingTask):
     def loss_of_embeddings(self, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, int, Metrics]:
         """Return the loss as the mean of both directions, with the number of samples and the accuracy."""
         first, second = embeddings
-        logits = first @ second.T / self.temperature
+        logits = first @ second.T / self.temperature  # row i: the first view of sample i, compared to all second views
         matches = torch.arange(len(logits), device=logits.device)
+
+        # A classification in both directions: of the second view by the first, and the reverse.
         wide_logits = at_least_fp32(logits)
         to_second = F.cross_entropy(wide_logits, matches, reduction="sum")
         to_first = F.cross_entropy(wide_logits.T, matches, reduction="sum")
-        return (to_second + to_first) / 2, len(logits), {"accuracy": (logits.argmax(1) == matches).sum()}
+        loss_sum = (to_second + to_first) / 2
+
+        correct = (logits.argmax(1) == matches).sum()
+        return loss_sum, len(logits), {"accuracy": correct}
 
 
 # --- embeddings
@@ -99,11 +104,15 @@ def embed(task: Any, model: nn.Module, batch: Any, samples: int | None = None) -
         batch: the batch; the task gets copies of its containers, which it may modify.
         samples: number of samples in the batch, if known.
     """
-    embeddings = task.embed(model, map_tensors(lambda tensor: tensor, batch))
+    batch_copy = map_tensors(lambda tensor: tensor, batch)
+    embeddings = task.embed(model, batch_copy)
+
+    # All tensors must have a row per sample.
     shapes = [list(tensor.shape) for tensor in tensors_in(embeddings)]
     row_counts = {shape[0] for shape in shapes if shape}
     has_scalars = [] in shapes
-    if has_scalars or len(row_counts) != 1 or (samples is not None and row_counts != {samples}):
+    has_other_count = samples is not None and row_counts != {samples}
+    if has_scalars or len(row_counts) != 1 or has_other_count:
         raise UserError(
             f"{task.setting}: its embed must return a tensor, or a tuple or dict of tensors, whose first dimension is "
             f"the samples, {samples or 'equally many in each'}, but returned a {type(embeddings).__name__} with "
@@ -157,7 +166,8 @@ def require_uncut(config: Config, world_size: int, samples: int) -> None:
             "parallel=single, or a loss that is a sum over samples"
         )
     is_accumulated = config.accumulation.steps not in ("auto", 1)
-    if is_accumulated or any(size < whole_size for size in _micro_sizes(config.batch)):
+    is_cut = any(size < whole_size for size in _micro_sizes(config.batch))
+    if is_accumulated or is_cut:
         raise UserError(
             f"{why}; remove batch.micro_size, batch.micro_schedule and accumulation.steps, which would cut it, and use "
             "batch.global_size for the number of samples that the loss compares"

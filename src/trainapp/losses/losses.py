@@ -49,10 +49,17 @@ def classification(model: nn.Module, batch: Any, output: Output = None) -> tuple
     """
     logits, targets = predictions(model, batch, output)
     loss_sum = _cross_entropy(logits, targets, "classification")
-    classes = targets.argmax(1) if targets.is_floating_point() else targets
+
+    # The metrics need classes; of probabilities, the likeliest.
+    classes = targets
+    if targets.is_floating_point():
+        classes = targets.argmax(1)
+    metrics = _metrics(logits, classes, 1)
+
+    # Whole samples all count; elements, such as pixels, may be ignored.
     if classes.ndim < 2:
-        return loss_sum, len(classes), _metrics(logits, classes, 1)
-    return loss_sum, (classes != IGNORED).sum(), _metrics(logits, classes, 1)
+        return loss_sum, len(classes), metrics
+    return loss_sum, (classes != IGNORED).sum(), metrics
 
 
 def next_token(model: nn.Module, batch: Any, output: Output = None) -> tuple[Tensor, Tensor, Metrics]:
@@ -61,7 +68,8 @@ def next_token(model: nn.Module, batch: Any, output: Output = None) -> tuple[Ten
     """
     logits, targets = predictions(model, batch, output)
     loss_sum = _cross_entropy(logits.flatten(0, 1), targets.flatten(), "next_token")
-    return loss_sum, (targets != IGNORED).sum(), _metrics(logits, targets, -1)
+    count = (targets != IGNORED).sum()
+    return loss_sum, count, _metrics(logits, targets, -1)
 
 
 next_token.counts = "tokens"  # type: ignore[attr-defined]  # unit of its count, for the log's tokens per second
@@ -78,10 +86,12 @@ def _cross_entropy(logits: Tensor, targets: Tensor, task: str) -> Tensor:
 
 def _require_classes(targets: Tensor, classes: int, task: str) -> None:
     """Raise UserError for a target that is neither a class nor ignored. Costs a pass: called after an error."""
-    wrong = targets[(targets != IGNORED) & ((targets < 0) | (targets >= classes))]
-    if not len(wrong):
+    is_outside = (targets < 0) | (targets >= classes)
+    wrong_targets = targets[is_outside & (targets != IGNORED)]
+    if not len(wrong_targets):
         return
-    target = int(wrong[0])
+
+    target = int(wrong_targets[0])
     remedy = "correct the targets, or use a model with more classes"
     if target < 0:
         remedy = f"write {IGNORED} for what is ignored, in place of {target}, in the data set or its `collate`"
@@ -116,6 +126,7 @@ class InChunks:
                 f"memory.loss_chunk={self.rows}: the targets are class probabilities (as with mixup or cutmix), but "
                 "the loss in chunks needs one class per sample; use memory.loss_chunk=null"
             )
+
         with features_only(model) as head:
             features = model(inputs, **options)
         try:
@@ -124,7 +135,10 @@ class InChunks:
             if "out of bounds" in str(error):
                 _require_classes(targets, head.out_features, self.unchecked.__name__)
             raise
-        count = len(targets) if self.unchecked is classification else (targets != IGNORED).sum()
+
+        count: Tensor | int = len(targets)
+        if self.unchecked is not classification:
+            count = (targets != IGNORED).sum()
         return loss_sum, count, {"accuracy": correct}
 
 
@@ -157,7 +171,8 @@ def can_be_chunked(task: Task) -> bool:
 
 def class_dim(task: Any) -> int | None:
     """Return the dimension of the classes in a built-in task's logits; None for other tasks."""
-    return {classification: 1, next_token: -1}.get(_function_of(task))
+    dim_by_task = {classification: 1, next_token: -1}
+    return dim_by_task.get(_function_of(task))
 
 
 def _function_of(task: Any) -> Any:
@@ -221,7 +236,9 @@ def _is_addable(result: Any) -> bool:
     if not isinstance(result, (tuple, list)) or len(result) != 3:
         return False
     loss, count, metrics = result
-    if not isinstance(loss, Tensor) or loss.ndim or loss.is_complex() or not isinstance(metrics, (dict, Mapping)):
+    if not isinstance(loss, Tensor) or loss.ndim or loss.is_complex():
+        return False
+    if not isinstance(metrics, (dict, Mapping)):
         return False
     if type(count) is int:  # mostly; the abstract class below takes longer
         return True
@@ -291,6 +308,8 @@ def evaluate_metrics(metrics: Metrics, stateful: Collection[str] = ()) -> dict[s
                 continue
             if callable(value):
                 value = value()
+
+            # A sum over the loss's count, or a pair of a sum and its own count.
             if isinstance(value, tuple) and len(value) == 2:
                 metric_sum, count = value
                 sums[name] = (_metric_sum(name, metric_sum), _metric_sum(name, count))
@@ -303,9 +322,10 @@ def _metric_sum(name: str, value: Any) -> Tensor:
     """Return the value of a metric as a scalar tensor. Raises UserError if it is none."""
     tensor = value
     if not isinstance(value, Tensor):
+        # Python's floats have 64 bits, which as_tensor would round to 32.
+        dtype = torch.float64 if isinstance(value, float) else None
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
-            # Python's floats have 64 bits, which as_tensor would round to 32.
-            tensor = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+            tensor = torch.as_tensor(value, dtype=dtype)
     if not isinstance(tensor, Tensor) or tensor.ndim:
         raise UserError(
             f"the task's metric {name} must be a number or a scalar tensor, the sum over the micro-batch, or a tuple "
@@ -341,7 +361,9 @@ def part_of(batch: Any, name: str) -> Any:
     if isinstance(batch, (tuple, list)):
         position = {"inputs": 0, "targets": 1}[name]
         return batch[position] if position < len(batch) < 3 else None
-    return batch if isinstance(batch, Tensor) and name == "inputs" else None
+    if isinstance(batch, Tensor) and name == "inputs":
+        return batch
+    return None
 
 
 # Entries of a batch besides inputs and targets that models accept under these names, which are Transformers'.
@@ -356,9 +378,12 @@ def beside_inputs(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     if not isinstance(batch, (dict, Mapping)):
         return {}
     options = {name: batch[name] for name in BESIDE if name in batch}
-    accepted = _keywords(type(model).forward) if options else None
+    if not options:
+        return {}
+
+    accepted_names = _keywords(type(model).forward)
     for name in options:
-        if accepted is not None and name not in accepted:
+        if accepted_names is not None and name not in accepted_names:
             raise UserError(
                 f"the batches have {name}, which the forward of {type(model).__name__} does not take; use a model that "
                 "does, data without it (data.pack=false has no position_ids), or your own task"
@@ -372,11 +397,14 @@ def _keywords(forward: Callable[..., Any]) -> frozenset[str] | None:
 
     Next to named parameters, `**kwargs` are Transformers' options, which ignore unknown names.
     """
-    parameters = list(inspect.signature(forward).parameters.values())[1:]
-    names = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+    signature = inspect.signature(forward)
+    parameters = list(signature.parameters.values())[1:]  # without `self`
+    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
     has_var_keyword = len(names) < len(parameters)
     passes_all_on = has_var_keyword and len(names) < 2
-    return None if passes_all_on else frozenset(names)
+    if passes_all_on:
+        return None
+    return frozenset(names)
 
 
 def predictions(model: nn.Module, batch: Any, output: Output = None) -> tuple[Tensor, Tensor]:
@@ -407,9 +435,13 @@ def call_model(model: nn.Module, batch: Any, output: Output = None) -> Any:
     options = beside_inputs(model, batch)
     targets = part_of(batch, "targets")
     if output is not None and targets is not None and _takes_optional_targets(type(model).forward):
-        is_class = not (targets.is_floating_point() or targets.is_complex())
-        options["targets"] = targets.clamp(min=0) if is_class else targets
-    return model(part_of(batch, "inputs"), **options)
+        has_classes = not (targets.is_floating_point() or targets.is_complex())
+        if has_classes:
+            targets = targets.clamp(min=0)
+        options["targets"] = targets
+
+    inputs = part_of(batch, "inputs")
+    return model(inputs, **options)
 
 
 @functools.lru_cache(maxsize=64)
@@ -427,10 +459,14 @@ def part_of_output(returned: Any, output: Output = None) -> Any:
     """
     if isinstance(returned, Tensor):
         return returned
+
+    # Without the setting: the logits, by key or attribute.
     if output is None and isinstance(returned, Mapping):
         return returned.get("logits", returned)
     if output is None:
         return getattr(returned, "logits", returned)
+
+    # With it: that index, key or attribute.
     with contextlib.suppress(LookupError, TypeError):
         return returned[output]
     if isinstance(output, str) and hasattr(returned, output):
@@ -447,10 +483,13 @@ def tensor_of_output(returned: Any, output: Output, reader: str) -> Tensor:
     part = part_of_output(returned, output)
     if isinstance(part, Tensor):
         return part
+
     tensors = [name for name, value in _parts(returned).items() if isinstance(value, Tensor)]
-    remedy = f"choose it by its index or name, such as task.output={tensors[0]}" if tensors else "use another model"
-    what = "the model returns" if output is None else f"task.output={output}: the model returns"
-    raise UserError(f"{what} {form_of(returned)}, of which {reader} reads one tensor; {remedy}")
+    remedy = "use another model"
+    if tensors:
+        remedy = f"choose it by its index or name, such as task.output={tensors[0]}"
+    setting = "" if output is None else f"task.output={output}: "
+    raise UserError(f"{setting}the model returns {form_of(returned)}, of which {reader} reads one tensor; {remedy}")
 
 
 def _parts(returned: Any) -> dict[Any, Any]:
@@ -459,4 +498,6 @@ def _parts(returned: Any) -> dict[Any, Any]:
         return dict(returned)
     if isinstance(returned, (tuple, list)):
         return dict(enumerate(returned))
-    return dict(vars(returned)) if hasattr(returned, "__dict__") else {}
+    if hasattr(returned, "__dict__"):
+        return dict(vars(returned))
+    return {}

@@ -58,8 +58,13 @@ class SetEmbeddings:
     def _gather(self, ranks: Ranks, interleaved: bool) -> list[Tensor]:
         ranks.check_peers()
         setting = self._embedding_task.setting
-        rows_here = contrastive.join(self._by_batch, setting) if self._by_batch else []
-        rows_by_rank = [rows for rows in ranks.all_gather_object(rows_here) if rows]  # none: a stream without samples
+        rows_here = []
+        if self._by_batch:
+            rows_here = contrastive.join(self._by_batch, setting)
+        rows_of_all_ranks = ranks.all_gather_object(rows_here)
+
+        # Of a stream, ranks may have no samples.
+        rows_by_rank = [rows for rows in rows_of_all_ranks if rows]
         if not rows_by_rank or not ranks.is_rank_zero:
             return []
         return _in_order(rows_by_rank, interleaved, setting)
@@ -72,7 +77,8 @@ class SetEmbeddings:
 
     def loss_of(self, rows: list[Tensor], device: torch.device) -> tuple[Tensor, Any, Metrics]:
         """Return the loss of these samples' embeddings, its count and metrics."""
-        embeddings = contrastive.like(self._structure, [tensor.to(device) for tensor in rows])
+        tensors = [tensor.to(device) for tensor in rows]
+        embeddings = contrastive.like(self._structure, tensors)
         result: tuple[Tensor, Any, Metrics] = self._embedding_task.loss_of_embeddings(embeddings)
         return result
 
@@ -82,7 +88,11 @@ def _in_order(rows_by_rank: list[list[Tensor]], interleaved: bool, setting: str)
     joined = contrastive.join(rows_by_rank, setting)
     if not interleaved or len(rows_by_rank) == 1:
         return joined
+
     # Rank r has the samples r, r + ranks, r + 2 ranks, ...
-    positions = [torch.arange(len(rows[0])) * len(rows_by_rank) + rank for rank, rows in enumerate(rows_by_rank)]
+    positions = []
+    for rank, rows in enumerate(rows_by_rank):
+        numbers_on_rank = torch.arange(len(rows[0]))
+        positions.append(numbers_on_rank * len(rows_by_rank) + rank)
     order = torch.cat(positions).argsort()
     return [tensor[order] for tensor in joined]

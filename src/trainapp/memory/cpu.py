@@ -36,7 +36,8 @@ class CpuMemory(DeviceMemory):
     @property
     def watch_is_due(self) -> bool:
         """Whether a watched step is due: at most once per WATCH_INTERVAL, and in less than a tenth of the time."""
-        return time.monotonic() - self._watched_at > max(WATCH_INTERVAL, WATCH_FACTOR * self._watch_seconds)
+        interval = max(WATCH_INTERVAL, WATCH_FACTOR * self._watch_seconds)
+        return time.monotonic() - self._watched_at > interval
 
     def lap(self) -> tuple[int, int] | None:
         counter = self.counter
@@ -61,6 +62,8 @@ class CpuMemory(DeviceMemory):
         finally:
             self._watched_at = time.monotonic()
             self._watch_seconds = self._watched_at - started
+
+            # Each lap restarts the counter's peak: that of the block is the highest of them.
             counter.peak = max(counter.peak, self._lap_peak)
             self._allocated = counter.live
             self._window_peak = max(self._window_peak, counter.peak)

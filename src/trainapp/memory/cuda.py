@@ -45,11 +45,14 @@ class CudaMemory(DeviceMemory):
     def __init__(self, device: torch.device, settings: Memory):
         total = torch.cuda.get_device_properties(device).total_memory
         super().__init__(device, settings, total)
+
+        # Free what an earlier run has left, and cap what this one may use.
         gc.collect()
         torch.cuda.empty_cache()
         self._cap = total
         self.enforce()
         torch.cuda.reset_peak_memory_stats(device)
+
         # Other backends (cudaMallocAsync, pluggable) do not support a history or a snapshot: torch 2.13,
         # c10/cuda/CUDAMallocAsyncAllocator.cpp.
         self._has_history = torch.cuda.get_allocator_backend() == "native"
@@ -70,13 +73,15 @@ class CudaMemory(DeviceMemory):
             free, _ = torch.cuda.mem_get_info(self.device)
             available = free + torch.cuda.memory_reserved(self.device)
             self._cap = without_headroom(available)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, self._cap / self.total), self.device)
+        fraction = min(1.0, self._cap / self.total)
+        torch.cuda.set_per_process_memory_fraction(fraction, self.device)
 
     def lap(self) -> tuple[int, int] | None:
         """Return allocated bytes. The limit bounds reserved bytes, so a size chosen by this may still fail."""
         peak = torch.cuda.max_memory_allocated(self.device)
+        peak_reserved = torch.cuda.max_memory_reserved(self.device)
         self._lap_peak = max(self._lap_peak, peak)
-        self._lap_peak_reserved = max(self._lap_peak_reserved, torch.cuda.max_memory_reserved(self.device))
+        self._lap_peak_reserved = max(self._lap_peak_reserved, peak_reserved)
         torch.cuda.reset_peak_memory_stats(self.device)
         return torch.cuda.memory_allocated(self.device), peak
 
@@ -113,6 +118,8 @@ class CudaMemory(DeviceMemory):
     def window(self) -> dict[str, float]:
         stats = torch.cuda.memory_stats(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
+
+        # Each lap restarts the allocator's peaks: those of the window are the highest of them.
         peak = max(self._lap_peak, stats["allocated_bytes.all.peak"])
         peak_reserved = max(self._lap_peak_reserved, stats["reserved_bytes.all.peak"])
         self._lap_peak = 0
@@ -132,7 +139,9 @@ class CudaMemory(DeviceMemory):
         torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
+        peak = torch.cuda.max_memory_allocated(self.device)
+        peak_reserved = torch.cuda.max_memory_reserved(self.device)
         self._record_peaks(self._lap_peak, self._lap_peak_reserved)
-        self._record_peaks(torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device))
+        self._record_peaks(peak, peak_reserved)
         gc.collect()
         torch.cuda.empty_cache()

@@ -9,34 +9,32 @@ import torch
 
 # Messages of out-of-memory errors that are a plain RuntimeError (or a backend's own type).
 # Each is anchored to the exact wording of its source, so that users' errors that mention memory do not count.
-_MESSAGES = [
-    re.compile(pattern, re.IGNORECASE | re.MULTILINE)
-    for pattern in (
-        r"^(?:[\w.]*Error: )?(?:CUDA|HIP|XPU|MPS backend|MPS) out of memory",  # torch's caching allocators
-        r"^Invalid buffer size: \d",  # MPS: a single tensor that is too large
-        r"(?:CUDA|HIP)(?: driver)? error: out of memory",  # the driver, outside torch's cache
-        r"Triton Error \[\w+\]:.*out of memory",  # loading a kernel, or its stack
-        r"cuda(?:Malloc|MallocAsync|HostAlloc)\b.*out of memory",
-        r"cudaErrorMemoryAllocation|hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY",
-        r"CUBLAS_STATUS_ALLOC_FAILED|HIPBLAS_STATUS_ALLOC_FAILED|CUSOLVER_STATUS_ALLOC_FAILED",
-        r"CUDNN_STATUS_\w*ALLOC(?:ATION)?_FAILED|CUFFT_ALLOC_FAILED|CUSPARSE_STATUS_ALLOC_FAILED",
-        r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",  # also: the workspace does not fit
-        r"MIOPEN_STATUS_ALLOC_FAILED|miopenStatusAllocFailed",
-        r"UR_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST|RESOURCES)|PI_ERROR_OUT_OF_(?:RESOURCES|HOST_MEMORY)",
-        r"NCCL (?:Error|WARN).*(?:out of memory|Cuda failure '?2)|Cuda failure 2? ?'out of memory'",
-        # NCCL's own buffers (NVIDIA/nccl, src/include/alloc.h); the words as torch passes them on
-        r"NCCL error in: [\s\S]*Failed to CUDA (?:host alloc|malloc|calloc(?: async)?) \d+ bytes",
-        r"NVML_SUCCESS == r INTERNAL ASSERT FAILED",  # a MIG slice out of memory, reported through NVML
-        r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)",  # Linux; Windows
-        # oneDNN; not for a primitive descriptor, whose failure means that no kernel exists
-        r"could not create a (?:primitive(?! desc)|memory object)|could not execute a primitive: out of memory",
-        r"unable to mmap \d+ bytes.*Cannot allocate memory|mmap.*Cannot allocate memory",
-        r"std::bad_alloc",
-        r"PT_DEVMEM Allocation failed",  # Gaudi
-        # how a loader worker reports an error whose constructor takes more than a message, such as NumPy's
-        r"^Caught \w*(?:MemoryError|OutOfMemory\w*|MemoryLimitExceeded) in ",
-    )
-]
+_PATTERNS = (
+    r"^(?:[\w.]*Error: )?(?:CUDA|HIP|XPU|MPS backend|MPS) out of memory",  # torch's caching allocators
+    r"^Invalid buffer size: \d",  # MPS: a single tensor that is too large
+    r"(?:CUDA|HIP)(?: driver)? error: out of memory",  # the driver, outside torch's cache
+    r"Triton Error \[\w+\]:.*out of memory",  # loading a kernel, or its stack
+    r"cuda(?:Malloc|MallocAsync|HostAlloc)\b.*out of memory",
+    r"cudaErrorMemoryAllocation|hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY",
+    r"CUBLAS_STATUS_ALLOC_FAILED|HIPBLAS_STATUS_ALLOC_FAILED|CUSOLVER_STATUS_ALLOC_FAILED",
+    r"CUDNN_STATUS_\w*ALLOC(?:ATION)?_FAILED|CUFFT_ALLOC_FAILED|CUSPARSE_STATUS_ALLOC_FAILED",
+    r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",  # also: the workspace does not fit
+    r"MIOPEN_STATUS_ALLOC_FAILED|miopenStatusAllocFailed",
+    r"UR_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST|RESOURCES)|PI_ERROR_OUT_OF_(?:RESOURCES|HOST_MEMORY)",
+    r"NCCL (?:Error|WARN).*(?:out of memory|Cuda failure '?2)|Cuda failure 2? ?'out of memory'",
+    # NCCL's own buffers (NVIDIA/nccl, src/include/alloc.h); the words as torch passes them on
+    r"NCCL error in: [\s\S]*Failed to CUDA (?:host alloc|malloc|calloc(?: async)?) \d+ bytes",
+    r"NVML_SUCCESS == r INTERNAL ASSERT FAILED",  # a MIG slice out of memory, reported through NVML
+    r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)",  # Linux; Windows
+    # oneDNN; not for a primitive descriptor, whose failure means that no kernel exists
+    r"could not create a (?:primitive(?! desc)|memory object)|could not execute a primitive: out of memory",
+    r"unable to mmap \d+ bytes.*Cannot allocate memory|mmap.*Cannot allocate memory",
+    r"std::bad_alloc",
+    r"PT_DEVMEM Allocation failed",  # Gaudi
+    # how a loader worker reports an error whose constructor takes more than a message, such as NumPy's
+    r"^Caught \w*(?:MemoryError|OutOfMemory\w*|MemoryLimitExceeded) in ",
+)
+_MESSAGES = [re.compile(pattern, re.IGNORECASE | re.MULTILINE) for pattern in _PATTERNS]
 _NOT_MEMORY = re.compile(r"device-side assert triggered|No space left on device", re.IGNORECASE)
 # Errors with several possible causes, including memory. They count if torch's allocator has refused an allocation
 # meanwhile, or if the device is full, which it never is under a limit. The last line is from cuDNN's plan search, which
@@ -91,6 +89,8 @@ def _is_out_of_memory_itself(error: BaseException, refused: int) -> bool:
         return error.errno == errno.ENOMEM
     if not isinstance(error, RuntimeError) or isinstance(error, RecursionError):
         return False
+
+    # Of other errors, the wording decides; if that is ambiguous, the device.
     message = _message(error)
     if _NOT_MEMORY.search(message):
         return False
@@ -122,8 +122,10 @@ def requested_bytes(message: str) -> int | None:
     match = re.search(r"(?:tried|unable) to allocate (\d+(?:\.\d+)?) ?([KMGTP]i?B)?", message, re.IGNORECASE)
     if not match:
         return None
-    unit = (match[2] or "B")[0].upper()  # MPS writes MB for 2**20 bytes
-    return int(float(match[1]) * 2 ** (10 * "BKMGTP".index(unit)))
+    number = float(match[1])
+    unit = match[2] or "B"
+    power_of_1024 = "BKMGTP".index(unit[0].upper())  # also for MB: MPS writes that for 2**20 bytes
+    return int(number * 1024**power_of_1024)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -141,7 +143,11 @@ def _message(error: BaseException) -> str:
 
     With several arguments it is the first: `str(error)` would be the repr of a tuple.
     """
-    text = str(error) if len(error.args) < 2 else str(error.args[0])
+    if len(error.args) < 2:
+        text = str(error)
+    else:
+        text = str(error.args[0])
     if not text.startswith("Caught "):
         return text
-    return "\n".join(line for line in text.splitlines() if not line.startswith("  "))
+    lines = [line for line in text.splitlines() if not line.startswith("  ")]  # the traceback's are indented
+    return "\n".join(lines)

@@ -29,7 +29,9 @@ class DeviceMemory:
     def __init__(self, device: torch.device, settings: Memory, total: int):
         self.device = device
         self.total = total  # the device's memory
-        self.limit = None if settings.limit is None else parse_memory_size(settings.limit, total)  # None: no limit set
+        self.limit: int | None = None  # None: no limit set
+        if settings.limit is not None:
+            self.limit = parse_memory_size(settings.limit, total)
         if self.limit is not None and self.limit > total:
             raise UserError(
                 f"memory.limit={settings.limit}: {self.limit} bytes are more than the {total} bytes that {device} has"
@@ -130,6 +132,9 @@ class DeviceMemory:
         self, allocated: int, reserved: int, peak: int, peak_reserved: int, retries: int = 0
     ) -> dict[str, float]:
         self._record_peaks(peak, peak_reserved)
+        fragmentation = 0.0
+        if reserved:
+            fragmentation = 1 - allocated / reserved
         return {
             "memory/allocated": allocated,
             "memory/reserved": reserved,
@@ -137,7 +142,7 @@ class DeviceMemory:
             "memory/peak_reserved": peak_reserved,
             "memory/limit": self.budget,
             "memory/percent_of_limit": 100 * peak / self.budget,
-            "memory/fragmentation": 1 - allocated / reserved if reserved else 0.0,
+            "memory/fragmentation": fragmentation,
             "memory/allocator_retries": retries,
             "memory/out_of_memory_count": self.out_of_memory_count,
         }

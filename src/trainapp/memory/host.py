@@ -66,9 +66,12 @@ def guarded(settings: Memory, total: int) -> Iterator[None]:
     # OpenBLAS exits the process if it cannot allocate its buffer, which drawing a report needs: allocate it now.
     np.linalg.inv(np.eye(3))
 
+    # The free memory, less the reserve, shared by the ranks on this machine.
     reserve = parse_memory_size(settings.guard_reserve, total)
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks on this machine share the headroom
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     headroom = max(SMALLEST, (available_bytes() - reserve) // processes)
+
+    # This process may grow by the headroom, unless a lower limit is in force.
     soft_before, hard = resource.getrlimit(resource.RLIMIT_DATA)
     soft = data_size() + headroom
     if soft_before != resource.RLIM_INFINITY:
@@ -88,7 +91,8 @@ def available_bytes() -> int:
     with contextlib.suppress(OSError, ValueError):  # no cgroup, or no limit, for which the file has "max"
         limit = int((cgroup / "memory.max").read_text())
         used = int((cgroup / "memory.current").read_text())
-        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        statistics_lines = (cgroup / "memory.stat").read_text().splitlines()
+        statistics = dict(line.split() for line in statistics_lines)
         reclaimable = int(statistics["inactive_file"])  # cached files
         available = min(available, limit - used + reclaimable)
     return max(0, available)
@@ -98,7 +102,7 @@ def data_size() -> int:
     """Return the bytes of this process that RLIMIT_DATA counts."""
     with open("/proc/self/status") as file:
         (line,) = [line for line in file if line.startswith("VmData")]
-    _, kibibytes, _ = line.split()
+    _, kibibytes, _ = line.split()  # "VmData:    5120 kB"
     return int(kibibytes) * 1024
 
 

@@ -135,8 +135,10 @@ class LiveTensors(DispatchMode):
         for storage in storages:
             self._count_storage(storage)
             self._label(category, storage)
+
+        # One event for all, since they existed from the start.
         added = self.live - live_before
-        if added > 0:  # one event per category: they existed from the start
+        if added > 0:
             self.events[first_event:] = [(self._last_number, added)]
         if self.limit is not None and self.live > self.limit:
             raise MemoryLimitExceeded(f"the {category.label}", added, live_before, self.limit, category)
@@ -180,6 +182,8 @@ class LiveTensors(DispatchMode):
         result = func(*args, **(kwargs or {}))
         if may_view(func) and args and func is not LIFT and self._is_view(result, args[0]):  # its base may not count
             return result
+
+        # Count what the operation has created: a tensor, several, or values in gathered parameters.
         added = 0
         if isinstance(result, Tensor):
             added = self._count(result)
@@ -187,6 +191,8 @@ class LiveTensors(DispatchMode):
             added = sum(self._count(part) for part in result if isinstance(part, Tensor))
         elif result is None and kwargs and "out" in kwargs:
             added = self._count_gathered(kwargs["out"])
+
+        # What it has freed is already subtracted, by the callbacks of the weak references.
         if added:
             if self.limit is not None and self.live > self.limit:
                 raise MemoryLimitExceeded(str(func), added, self.live - added, self.limit)
@@ -205,6 +211,7 @@ class LiveTensors(DispatchMode):
             return False
         if is_fake(result) and not is_fake(source):  # of a real tensor, such as a teacher's weight, in a trace
             return True
+
         source_storage = self._storage_of(source)
         result_storage = self._storage_of(result)
         if source_storage is None or result_storage is None:
@@ -240,12 +247,15 @@ class LiveTensors(DispatchMode):
         """Count gathered parameters, whose values an operation has just copied there (torch 2.13,
         fsdp/_fully_shard/_fsdp_param.py). Return the bytes that they add.
         """
+        # A storage that was refilled since it was counted has another size now.
         storages = [tensor.untyped_storage() for tensor in tensors]
         keys = [storage_id(storage) for storage in storages]
         for key, storage in zip(keys, storages, strict=True):
-            if key in self._alive and self._alive[key].size != storage.nbytes():  # refilled since it was counted
+            if key in self._alive and self._alive[key].size != storage.nbytes():
                 self._forget(key)
         added = sum(self._count(tensor) for tensor in tensors)
+
+        # They form a group, which is emptied together; the same group may have been gathered before.
         self._gathered = [group for group in self._gathered if group != keys]
         self._gathered.append(keys)
         return added

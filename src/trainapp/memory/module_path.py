@@ -16,6 +16,7 @@ class ModulePath:
     @property
     def running(self) -> str:
         """The innermost running module, by its name in the whole model; "" outside all modules."""
+        # The tracker has the names of all running modules; the innermost has the most parts.
         names = self._tracker.parents if self._tracker else ()
         innermost = max(names, key=lambda name: name.count("."), default="")
         _, _, path = innermost.partition(".")  # names begin with the model's class

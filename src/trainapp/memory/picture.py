@@ -32,10 +32,14 @@ def stacked(events: Sequence[tuple[int, int]], categories: Mapping[int, Category
         events: `(storage number, bytes)`, negative when freed.
         categories: by storage number; storages without one are activations.
     """
-    changes: dict[Category, np.ndarray] = {category: np.zeros(len(events), dtype=np.int64) for category in PLOTTED}
+    # Each event changes one category.
+    changes: dict[Category, np.ndarray] = {}
+    for category in PLOTTED:
+        changes[category] = np.zeros(len(events), dtype=np.int64)
     for position, (number, size) in enumerate(events):
         category = categories.get(number, Category.ACTIVATIONS)
         changes[category][position] = size
+
     return {category: sizes.cumsum() for category, sizes in changes.items()}
 
 
@@ -50,14 +54,16 @@ def draw(picture: Picture) -> None:
 
     # Memory by category, stacked.
     series = stacked(picture.events, picture.categories)
-    drawn = [category for category in PLOTTED if series[category].max(initial=0) > 0]
-    axes.stackplot(
-        np.arange(len(picture.events)),
-        [series[category] / MIB for category in drawn],
-        labels=[f"{category.label} ({bytes_text(int(series[category].max()))})" for category in drawn],
-        colors=[f"C{PLOTTED.index(category)}" for category in drawn],  # one color per category in every picture
-        step="post",
-    )
+    heights = []
+    labels = []
+    colors = []
+    for number, category in enumerate(PLOTTED):
+        peak = int(series[category].max(initial=0))
+        if peak > 0:
+            heights.append(series[category] / MIB)
+            labels.append(f"{category.label} ({bytes_text(peak)})")
+            colors.append(f"C{number}")  # the same for a category in every picture
+    axes.stackplot(np.arange(len(picture.events)), heights, labels=labels, colors=colors, step="post")
 
     # The limit.
     total = np.sum(list(series.values()), axis=0)
@@ -66,6 +72,7 @@ def draw(picture: Picture) -> None:
         label = f"limit ({bytes_text(picture.limit)})"
         axes.axhline(picture.limit / MIB, color="black", linestyle="--", label=label)
 
+    # The axes and the legend, beside them.
     last = max(1, len(picture.events) - 1)
     axes.set(title=picture.title, xlabel="allocations and frees, in order", ylabel="MiB", xlim=(0, last))
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")

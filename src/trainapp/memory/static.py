@@ -29,9 +29,12 @@ def static_bytes(
     optimizer_state = []
     for optimizer in optimizers:
         optimizer_state.extend(optimizer_tensors(optimizer))
+    gradient_bytes = 0
+    if keeps_gradients:
+        gradient_bytes = _gradient_bytes(model, optimizers)
     return {
         Category.PARAMETERS: size_of(model.parameters()),
-        Category.GRADIENTS: _gradient_bytes(model, optimizers) if keeps_gradients else 0,
+        Category.GRADIENTS: gradient_bytes,
         Category.OPTIMIZER_STATE: size_of(optimizer_state),
         Category.BUFFERS: size_of(model.buffers()),
         Category.WEIGHT_AVERAGE: size_of(averages),

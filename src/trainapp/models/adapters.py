@@ -86,16 +86,22 @@ def add_lora(model: nn.Module, settings: Adapter) -> None:
     require_package("peft", "adapter=lora")
     import peft
 
+    # Modules that are trained in full, and layers that get an adapter.
     if settings.train == "auto":
         trained_modules = _new_modules(model)
     else:
         _require_modules(model, settings.train)
         trained_modules = settings.train
+    if settings.targets == "auto":
+        adapted_layers = linear_layers(model)
+    else:
+        adapted_layers = list(settings.targets)
+
     lora_config = peft.LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=linear_layers(model) if settings.targets == "auto" else list(settings.targets),
+        target_modules=adapted_layers,
         modules_to_save=trained_modules or None,
         bias="none",
         task_type=_peft_task(model),
@@ -116,6 +122,8 @@ def add_lora(model: nn.Module, settings: Adapter) -> None:
             parameter.data = parameter.data.to(torch.float32)
         elif settings.base_dtype == "bf16":
             parameter.data = parameter.data.to(torch.bfloat16)
+
+    # The base, as it stays.
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
     _bases[model] = Base(frozenset(frozen), digest_of(frozen))
 
@@ -137,7 +145,9 @@ def _require_modules(model: nn.Module, wanted_names: list[str]) -> None:
     """Raise UserError unless the model has a module of each name: peft would train nothing for it."""
     names = [name for name, _ in model.named_modules() if name]
     for wanted_name in wanted_names:
-        if not any(f".{name}".endswith(f".{wanted_name}") for name in names):
+        # As peft matches them: by whole parts at the end of a name.
+        is_in_model = any(f".{name}".endswith(f".{wanted_name}") for name in names)
+        if not is_in_model:
             last_parts = dict.fromkeys(name.rpartition(".")[2] for name in names)
             raise UserError(
                 f"adapter.train=[{wanted_name}]: {type(model).__name__} has no module of this name; it has "
@@ -149,8 +159,10 @@ def linear_layers(model: nn.Module) -> list[str]:
     """Return the layers to which `adapter.targets=auto` adds adapters. Raises UserError if there are none."""
     ids_in_blocks: set[int] = set()
     for block in blocks_of(model, "adapter.targets=auto"):
-        ids_in_blocks.update(id(module) for module in block.modules())
-    names = [name for name, module in model.named_modules() if id(module) in ids_in_blocks and _is_linear(module)]
+        ids_in_blocks.update(id(module) for module in block.modules() if _is_linear(module))
+
+    # By their names in the whole model.
+    names = [name for name, module in model.named_modules() if id(module) in ids_in_blocks]
     if not names:
         raise UserError(f"adapter.targets=auto: no linear layers in the blocks of {type(model).__name__}; name modules")
     return names
@@ -179,9 +191,11 @@ def digest_of(parameters: Mapping[str, Tensor]) -> str:
     for parameter in parameters.values():
         if not has_values(parameter) or parameter.layout is not torch.strided:
             return ""
+
     digest = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
-        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+        description = f"{name} {parameter.dtype} {tuple(parameter.shape)}"
+        digest.update(description.encode())
         digest.update(checksum(parameter).cpu().numpy().tobytes())
     return digest.hexdigest()
 
@@ -219,6 +233,8 @@ def merge(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.dtype == torch.bfloat16:
             parameter.data = parameter.data.float()
+
+    # Replace peft's modules: a wrapper by the trained copy in it, a layer with an adapter by the layer itself, merged.
     for name, module in list(model.named_modules()):
         if isinstance(module, peft.utils.ModulesToSaveWrapper):
             model.set_submodule(name, module.modules_to_save["default"])
@@ -227,6 +243,8 @@ def merge(model: nn.Module) -> None:
             _untie(model, base_layer)
             module.merge()
             model.set_submodule(name, base_layer)
+
+    # Nothing is frozen or adapted any more.
     _bases.pop(model, None)
     vars(model).pop("peft_config", None)
 
@@ -235,7 +253,8 @@ def _untie(model: nn.Module, layer: Any) -> None:
     """Give the layer a weight of its own if another layer shares it, which must stay as it is."""
     uses = sum(parameter is layer.weight for _, parameter in model.named_parameters(remove_duplicate=False))
     if uses > 1:
-        layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+        copied_weight = layer.weight.detach().clone()
+        layer.weight = nn.Parameter(copied_weight, requires_grad=False)
 
 
 def exported_adapters(model: nn.Module, written: Collection[str] = ()) -> tuple[dict[str, Tensor], Any]:
@@ -252,6 +271,7 @@ def exported_adapters(model: nn.Module, written: Collection[str] = ()) -> tuple[
     # Otherwise peft would ask the hub about the base's embeddings.
     trained = peft.get_peft_model_state_dict(model, state_dict=state_dict, save_embedding_layers=False)
 
+    # All that the export lacks and that training may have changed: trained or written tensors, and buffers.
     saved_or_unchanged = {id(tensor) for tensor in trained.values()}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and name not in written:

@@ -78,10 +78,13 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
         """Rotate [B, heads, T, head_size] at positions start to start + T - 1. Returns the same shape and dtype."""
+        # Recompute tables that a cast of the model has rounded.
         if self.cos.dtype is not torch.float32:
             with torch.inference_mode(False):
                 self.float()
                 self.init_tables()
+
+        # Rotate each pair of features, one from each half, by the angle of its position.
         end = start + x.shape[-2]
         cos = self.cos[start:end]
         sin = self.sin[start:end]
@@ -113,6 +116,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x).view(batch, length, -1, self.head_size).transpose(1, 2)
         query, key, value = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
 
+        # Rotate to the tokens' positions, and put the cached tokens before them.
         start = 0 if cache is None else cache.length  # position of the first token
         query = self.rotary(query, start)
         key = self.rotary(key, start)
@@ -123,6 +127,7 @@ class Attention(nn.Module):
         if start > 0 and length > 1:  # position start + i sees positions up to its own; `is_causal` aligns upper left
             mask = torch.ones(length, start + length, dtype=torch.bool, device=x.device).tril(start)
 
+        # Copy shared keys and values for each head where the kernel cannot read them several times.
         is_grouped = self.kv_heads != self.heads
         if is_grouped and not _native_gqa(query):
             group_size = self.heads // self.kv_heads
@@ -214,7 +219,8 @@ class GPT(nn.Module):
         _require_whole_heads(width, heads, kv_heads)
         self.context_length = context_length
         self.tie_embeddings = tie_embeddings
-        hidden = 32 * max(1, round(mlp_ratio * width / 32))
+        multiples_of_32 = max(1, round(mlp_ratio * width / 32))
+        hidden = 32 * multiples_of_32
 
         self.embedding = nn.Embedding(vocab_size, width)
         self.dropout = nn.Dropout(dropout)
@@ -244,6 +250,8 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=INIT_STD)
             elif isinstance(module, nn.RMSNorm):
                 module.reset_parameters()
+
+        # Two layers of each block write to the residual stream.
         residual_std = INIT_STD / math.sqrt(2 * len(self.layers))
         for layer in self.layers:
             nn.init.normal_(layer.attention.output.weight, std=residual_std)
@@ -267,7 +275,7 @@ class GPT(nn.Module):
         """
         length = inputs.shape[1]
         if cache is not None:
-            length += cache[0].length
+            length += cache[0].length  # the same in all layers
         if length > self.context_length:
             raise UserError(
                 f"model.context_length={self.context_length}: the batch has sequences of {length} tokens; raise it, or "

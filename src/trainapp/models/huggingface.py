@@ -107,8 +107,9 @@ def build(
 def _class_name(task: str | None) -> str:
     """Return the name of Transformers' class for a task. Raises UserError for an unknown one."""
     if task not in TASKS:
+        value = "null" if task is None else task
         hint = suggest(str(task), TASKS)
-        raise UserError(f"model.task={'null' if task is None else task}: must be one of {', '.join(TASKS)}{hint}")
+        raise UserError(f"model.task={value}: must be one of {', '.join(TASKS)}{hint}")
     return TASKS[task]
 
 
@@ -193,6 +194,8 @@ def _set_classes(
     """Set the number and names of the data's classes. Raises UserError if the user has set another number."""
     if num_classes is None:
         return
+
+    # The user's number, given by itself or by the names of the classes, must be the data's.
     num_labels = num_classes
     if "num_labels" in user_settings:
         num_labels = user_settings["num_labels"]
@@ -200,6 +203,7 @@ def _set_classes(
         num_labels = len(user_settings["id2label"])
     if num_labels != num_classes:
         raise UserError(f"model.config.num_labels={num_labels}: the data has {num_classes} classes; omit it")
+
     model_config.num_labels = num_classes
     if classes is not None and "id2label" not in user_settings:
         model_config.id2label = dict(enumerate(classes))
@@ -207,12 +211,13 @@ def _set_classes(
 
 
 def _set_image_shape(model_config: Any, user_settings: dict[str, Any], image_shape: Sequence[int] | None) -> None:
+    """Give a new model the shape of the data's images."""
     if image_shape is None:
         return
     channels, *size = image_shape
     is_square = len(set(size)) == 1
-    values = {"num_channels": channels, "image_size": size[0] if is_square else size}
-    for name, value in values.items():
+    image_size = size[0] if is_square else size
+    for name, value in (("num_channels", channels), ("image_size", image_size)):
         if hasattr(model_config, name) and name not in user_settings:
             setattr(model_config, name, value)
 
@@ -225,6 +230,7 @@ def _pretrained(
     A classifier with another number of classes, or a model for another task than the saved one, gets a new last layer;
     a note names it. Raises UserError if other weights are missing or have another shape.
     """
+    # Load all that fits, with a report of what does not.
     saved_classes = list(model_config.architectures or ())
     model, report = model_class.from_pretrained(
         location, config=model_config, ignore_mismatched_sizes=True, output_loading_info=True, **options
@@ -232,7 +238,9 @@ def _pretrained(
 
     # Only a classifier's own layers may have another shape than the saved ones.
     misshaped = [name for name, *_ in report["mismatched_keys"]]
-    replaceable = task_heads(model) if is_classifier else []
+    replaceable: list[str] = []
+    if is_classifier:
+        replaceable = task_heads(model)
     refused = sorted(name for name in misshaped if name.partition(".")[0] not in replaceable)
     if refused:
         raise UserError(
@@ -251,6 +259,7 @@ def _pretrained(
             f"({listed(saved_classes) or 'unknown'})"
         )
 
+    # All others that the files lack are new.
     new_tensors = sorted({*missing, *misshaped})
     if new_tensors:
         _new_tensors[model] = new_tensors

@@ -29,7 +29,8 @@ def evaluation_mode(roots: Collection[nn.Module]) -> Iterator[None]:
     """
     modes: list[tuple[nn.Module, bool]] = []
     for root in roots:
-        modes.extend((module, module.training) for module in root.modules())
+        for module in root.modules():
+            modes.append((module, module.training))
     try:
         for root in roots:
             root.eval()
@@ -80,9 +81,11 @@ def _per_sample_attributes(modules: Mapping[str, nn.Module]) -> Iterator[tuple[s
     """Yield the full name of each of the `per_sample_buffers`, its module and its name there."""
     for root, top in modules.items():
         for path, module in top.named_modules():
-            declared = getattr(module, "per_sample_buffers", ())
+            attributes = getattr(module, "per_sample_buffers", ())
+            if isinstance(attributes, str):  # a single name
+                attributes = [attributes]
             prefix = f"{root}.{path}" if path else root
-            for attribute in [declared] if isinstance(declared, str) else declared:
+            for attribute in attributes:
                 yield f"{prefix}.{attribute}", module, attribute
 
 
@@ -94,12 +97,15 @@ def rows_written(before: Tensor, after: Tensor, rows: Collection[int]) -> int:
     """
     if before.shape != after.shape:
         return 0
+
+    # Any dimension of such a size may hold the rows.
     is_changed = before != after
-    numbers = []
+    changed_rows = []
     for dim, size in enumerate(is_changed.shape):
         if size in rows:
-            numbers.append(int(is_changed.movedim(dim, 0).flatten(1).any(1).sum()))
-    return min(numbers, default=0)
+            elements_by_row = is_changed.movedim(dim, 0).flatten(1)
+            changed_rows.append(int(elements_by_row.any(1).sum()))
+    return min(changed_rows, default=0)
 
 
 def instead_of_batchnorm(model_settings: Model) -> str:
@@ -115,7 +121,8 @@ def smallest_micro_batch(model: nn.Module) -> int:
     refuses a single sample of shape [1, C].
     """
     has_batchnorm1d = any(isinstance(module, nn.BatchNorm1d) for module in model.modules())
-    return getattr(model, "smallest_micro_batch", 2 if has_batchnorm1d else 1)
+    fewest = 2 if has_batchnorm1d else 1
+    return getattr(model, "smallest_micro_batch", fewest)
 
 
 def lazy_modules(model: nn.Module) -> list[str]:
@@ -176,10 +183,13 @@ def without_cache(model: nn.Module) -> None:
     """
     if not is_of_transformers(model):
         return
+
+    # A model of several parts has a configuration for each.
     model_config: Any = model.config
     configs = [model_config]
     for name in getattr(model_config, "sub_configs", ()):
         configs.append(getattr(model_config, name, None))
+
     values_before = []
     for config in configs:
         use_cache = getattr(config, "use_cache", None)
@@ -224,6 +234,7 @@ def _largest_list_of_one_class(model: nn.Module) -> list[nn.Module]:
         classes = {type(member) for member in module}
         if len(classes) > 1:
             continue
+
         parameters = sum(_parameter_count(member) for member in module)
         if parameters > most_parameters:
             largest = list(module)
@@ -284,6 +295,7 @@ def checked_gradients(model: nn.Module, loss: Tensor) -> Iterator[None]:
     """
     reached = list(parameters_behind(loss))
     yield
+
     # After the backward, when FSDP2's gathered parameters can be distinguished: their gradients have moved into the
     # shards.
     ids = {id(p) for p in model.parameters()}
@@ -299,6 +311,7 @@ def checked_gradients(model: nn.Module, loss: Tensor) -> Iterator[None]:
 
 def parameters_behind(loss: Tensor) -> Iterator[nn.Parameter]:
     """Yield the parameters that a backward from `loss` reaches."""
+    # Walk the graph of operations back from the loss; parameters are at its leaves.
     nodes_to_visit = [loss.grad_fn]
     visited = set()
     while nodes_to_visit:

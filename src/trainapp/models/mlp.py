@@ -28,7 +28,8 @@ class MLP(nn.Module):
         features = math.prod(image_shape)
         self.layers = nn.ModuleList()
         for _ in range(depth - 1):
-            self.layers.append(nn.Sequential(nn.Linear(features, width), nn.ReLU(), nn.Dropout(dropout)))
+            layer = nn.Sequential(nn.Linear(features, width), nn.ReLU(), nn.Dropout(dropout))
+            self.layers.append(layer)
             features = width
         self.head = nn.Linear(features, num_classes)
 

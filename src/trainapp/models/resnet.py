@@ -121,13 +121,16 @@ class ResNet(nn.Module):
         block, counts = LAYOUTS[depth]
         make_norm = nn.BatchNorm2d if norm == "batch" else _group_norm
 
+        # The stem; the large one reduces the size 4-fold.
         if stem == "small":
             self.conv1 = _conv(image_channels, width, 3)
         else:
             self.conv1 = _conv(image_channels, width, 7, stride=2)
         self.bn1 = make_norm(width)
         self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.Identity() if stem == "small" else nn.MaxPool2d(3, stride=2, padding=1)
+        self.maxpool: nn.Module = nn.Identity()
+        if stem == "large":
+            self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
 
         # Each stage after the first halves the size and doubles the channels.
         expansion = block.expansion
@@ -152,6 +155,8 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             elif isinstance(module, nn.BatchNorm2d | nn.GroupNorm | nn.Linear):
                 module.reset_parameters()
+
+        # A block whose branch ends in zeros is the identity.
         for block in self.blocks():
             last_norm = block.bn3 if isinstance(block, Bottleneck) else block.bn2
             nn.init.zeros_(last_norm.weight)

@@ -22,8 +22,9 @@ FEWEST_PATCHES = 49  # fewest patches with an automatic size (7 x 7), if the ima
 def auto_patch(height: int, width: int) -> int:
     """Return the largest patch size up to 16 that divides both sides and gives 49 patches or more; else 1."""
     for size in range(LARGEST_PATCH, 1, -1):
-        divides = height % size == 0 and width % size == 0
-        if divides and (height // size) * (width // size) >= FEWEST_PATCHES:
+        divides_both_sides = height % size == 0 and width % size == 0
+        patches = (height // size) * (width // size)
+        if divides_both_sides and patches >= FEWEST_PATCHES:
             return size
     return 1
 
@@ -114,6 +115,7 @@ class ViT(nn.Module):
                 nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
+
         fan_in = self.embedding.weight[0].numel()
         nn.init.normal_(self.embedding.weight, std=fan_in**-0.5)
         nn.init.zeros_(self.embedding.bias)

@@ -58,19 +58,26 @@ def load_tensors(
     targets = _tensors_of(model, excluded)
     sources = _unwrap(state_dict, targets)
 
+    # Sort the names by whether the tensors fit.
     missing = _missing(targets, sources)
     unexpected = [name for name in sources if name not in targets]
-    misshaped = [name for name in sources if name in targets and sources[name].shape != targets[name].shape]
-    fitting = [name for name in sources if name in targets and name not in misshaped]
+    in_both = [name for name in sources if name in targets]
+    misshaped = [name for name in in_both if sources[name].shape != targets[name].shape]
+    fitting = [name for name in in_both if sources[name].shape == targets[name].shape]
     untied = _untied(fitting, targets, sources)
 
+    # Refuse, before anything is copied, what the user did not allow.
+    misshaped_texts = [f"{name}: {_shape(sources[name])}, not {_shape(targets[name])}" for name in misshaped]
     names_by_problem = {
         "missing": missing,
         "not in the model": unexpected,
-        "of another shape": [f"{name}: {_shape(sources[name])}, not {_shape(targets[name])}" for name in misshaped],
+        "of another shape": misshaped_texts,
         "tied in the model, but not equal in the file": untied,
     }
-    problems = [f"{len(names)} {problem} ({listed(names)})" for problem, names in names_by_problem.items() if names]
+    problems = []
+    for problem, names in names_by_problem.items():
+        if names:
+            problems.append(f"{len(names)} {problem} ({listed(names)})")
     if not fitting or (strict and problems):
         reason = "; ".join(problems) or "there are none"
         remedy = "Build the model with the settings of their training"
@@ -78,6 +85,7 @@ def load_tensors(
             remedy += ", or set model.init_strict=false to load what fits"
         raise UserError(f"{setting}: the weights do not fit the model: {reason}. {remedy}")
 
+    # Copy the tensors that fit, and name all others.
     if unexpected:
         log.warning("%s: not in the model, ignored: %s", setting, listed(unexpected))
     for name in fitting:
@@ -101,15 +109,17 @@ def _tensors_of(model: nn.Module, excluded: Collection[str]) -> dict[str, Tensor
 
 def _unwrap(state_dict: Mapping[str, Any], targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors by the model's names, without wrappers' keys and prefixes."""
-    state_dict = _innermost(state_dict)
-    tensors = {str(name): tensor for name, tensor in state_dict.items() if isinstance(tensor, Tensor)}
+    innermost = _innermost(state_dict)
+    tensors = {str(name): tensor for name, tensor in innermost.items() if isinstance(tensor, Tensor)}
     for prefix in WRAPPER_PREFIXES * 2:  # in either order
-        if _all_begin_with(prefix, tensors) and not _all_begin_with(prefix, targets):
+        is_added_by_wrapper = _all_begin_with(prefix, tensors) and not _all_begin_with(prefix, targets)
+        if is_added_by_wrapper:
             tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     return tensors
 
 
 def _innermost(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state dict that a training checkpoint has under one of WRAPPER_KEYS, or else this one."""
     for key in WRAPPER_KEYS:
         if isinstance(state_dict.get(key), Mapping):
             return _innermost(state_dict[key])
@@ -152,12 +162,14 @@ def _read(path: Path, setting: str) -> Mapping[str, Any]:
         raise UserError(f"{setting}: is a file of a training checkpoint; give the checkpoint's folder, or the run's")
     if path.is_dir():
         path = _model_in(path, setting)
+
     try:
         content = _read_file(path)
     except Exception as error:  # damaged or hostile bytes raise nearly anything
-        reason = (str(error).splitlines() or [""])[0]  # the next lines explain how to allow a pickle
+        lines = str(error).splitlines()
+        reason = lines[0][:200] if lines else ""  # the next lines explain how to allow a pickle
         raise UserError(
-            f"{setting}: cannot be read as weights ({type(error).__name__}: {reason[:200]}). It must be a .safetensors "
+            f"{setting}: cannot be read as weights ({type(error).__name__}: {reason}). It must be a .safetensors "
             "file, or a state dict of tensors saved with torch.save: other objects could run code and are refused"
         ) from error
     if not isinstance(content, Mapping):
@@ -179,8 +191,9 @@ def _read_file(path: Path) -> Any:
         return _read_index(path)
     if path.suffix == ".safetensors":
         return safetensors.torch.load_file(path)
-    # only the zip format can be memory-mapped: its tensors are then read once, directly into the model
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    # Only the zip format can be memory-mapped: its tensors are then read once, directly into the model.
+    can_be_mapped = zipfile.is_zipfile(path)
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=can_be_mapped)
 
 
 def _read_index(path: Path) -> dict[str, Tensor]:

@@ -17,10 +17,10 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float | None):
-        self._update = get_ema_multi_avg_fn(1.0 if decay is None else decay)
         self.names: list[str] = []
         self.weights: list[Tensor] = []
         if decay is not None:
+            self._update = get_ema_multi_avg_fn(decay)
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:  # as of now: a parameter that is frozen later keeps its average
                     self.names.append(name)
@@ -47,10 +47,10 @@ class WeightAverage:
         Shards are copied through a buffer of the size of the largest one. The buffer stays allocated until the averages
         are swapped back, which therefore cannot run out of memory.
         """
-        pairs = list(zip(self.weights, self.averages, strict=True))
-        buffers = _buffers_for([weight for weight in self.weights if _is_shard(weight)])
+        shards = [weight for weight in self.weights if _is_shard(weight)]
+        buffers = _buffers_for(shards)
         with contextlib.ExitStack() as undo:  # swaps back, whatever happens inside
-            for weight, average in pairs:
+            for weight, average in zip(self.weights, self.averages, strict=True):
                 _exchange(weight, average, buffers)
                 undo.callback(_exchange, weight, average, buffers)
             yield
@@ -65,12 +65,13 @@ def _is_shard(weight: Tensor) -> bool:
 
 def _buffers_for(shards: list[Tensor]) -> Buffers:
     """Return a buffer of the largest shard's size by device and dtype."""
-    elements_of_largest: dict[tuple[torch.device, torch.dtype], int] = {}
+    largest_size: dict[tuple[torch.device, torch.dtype], int] = {}
     for shard in map(local_part, shards):
         key = (shard.device, shard.dtype)
-        elements_of_largest[key] = max(elements_of_largest.get(key, 0), shard.numel())
+        largest_size[key] = max(largest_size.get(key, 0), shard.numel())
+
     buffers = {}
-    for (device, dtype), elements in elements_of_largest.items():
+    for (device, dtype), elements in largest_size.items():
         buffers[device, dtype] = torch.empty(elements, device=device, dtype=dtype)
     return buffers
 
@@ -80,9 +81,11 @@ def _exchange(weight: Tensor, average: Tensor, buffers: Buffers) -> None:
     if not _is_shard(weight):
         weight.data, average.data = average.data, weight.data
         return
+
     weight_shard = local_part(weight)
     average_shard = local_part(average)
-    copy_of_weight = buffers[weight_shard.device, weight_shard.dtype][: weight_shard.numel()].view(weight_shard.shape)
+    buffer = buffers[weight_shard.device, weight_shard.dtype]
+    copy_of_weight = buffer[: weight_shard.numel()].view(weight_shard.shape)
     copy_of_weight.copy_(weight_shard)
     weight_shard.copy_(average_shard)
     average_shard.copy_(copy_of_weight)

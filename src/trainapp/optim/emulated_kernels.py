@@ -43,7 +43,9 @@ def is_native(dtype: torch.dtype) -> bool:
         return True
     short_name = "bf16" if dtype is torch.bfloat16 else "fp16"
     is_supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{short_name}_supported", None)
-    return is_supported is not None and bool(is_supported())  # None: a build without oneDNN, which has the kernels
+    if is_supported is None:  # a build without oneDNN, which has the kernels
+        return False
+    return bool(is_supported())
 
 
 def install_for(device: torch.device, dtype: torch.dtype) -> bool:
@@ -74,14 +76,17 @@ def _emulated(name: str, original: Any) -> Callable[..., Any]:
     emulated_dtypes = {dtype for dtype in REDUCED if not is_native(dtype)}
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        # Pass on what needs no emulation, and what torch's own kernel refuses.
         dtype = args[0].dtype
         if dtype not in emulated_dtypes or _mixes_dtypes(args):
             return original.call_boxed(keyset, *args, **kwargs)
 
+        # Compute in fp32.
         wide_args = [_widened(value, dtype) for value in args]
         wide_kwargs = {key: _widened(value, dtype) for key, value in kwargs.items()}
         result = original.call_boxed(keyset, *wide_args, **wide_kwargs)
 
+        # Round the result, as this kind of operator returns it.
         if name in WRITING:
             target: Tensor = kwargs.get("out", args[0])
             return target.resize_(result.shape).copy_(result)

@@ -43,10 +43,10 @@ def match_names(model: nn.Module, patterns: Sequence[str], setting: str) -> list
                 is_matched = True
         if not is_matched:
             modules = listed(dict.fromkeys(name.partition(".")[0] for name in names))
+            example = names[0] if names else "weight"
             raise UserError(
                 f"{setting}=[{pattern}]: {type(model).__name__} has no parameter or module of this name; its top-level "
-                f"modules are {modules or 'none'}; name one of them, a parameter such as "
-                f"{names[0] if names else 'weight'}, or use wildcards"
+                f"modules are {modules or 'none'}; name one of them, a parameter such as {example}, or use wildcards"
             )
     return list(matches)
 
@@ -61,6 +61,7 @@ def divide_names(model: nn.Module, patterns_by_setting: Mapping[str, Sequence[st
     names_by_setting: dict[str, list[str]] = {}
     setting_by_id: dict[int, str] = {}  # of the parameters: tied weights have one id
     for setting, patterns in patterns_by_setting.items():
+        # No parameter may be matched by an earlier setting.
         names = match_names(model, patterns, setting)
         for name in names:
             first_setting = setting_by_id.setdefault(id(parameters[name]), setting)
@@ -68,7 +69,9 @@ def divide_names(model: nn.Module, patterns_by_setting: Mapping[str, Sequence[st
                 raise UserError(
                     f"{setting}: {name} is also matched by {first_setting}; each parameter may be in only one"
                 )
-        if not any(parameters[name].requires_grad for name in names):
+
+        is_trained = any(parameters[name].requires_grad for name in names)
+        if not is_trained:
             raise UserError(
                 f"{setting}: nothing that it matches ({listed(names)}) is trained by this optimizer; remove it, or "
                 "unfreeze parameters"
@@ -99,11 +102,14 @@ def build_groups(
 
     # Options by name.
     parameters = parameters_by_name(model)
-    patterns = {f"{setting}.groups.{number}.match": group["match"] for number, group in enumerate(settings.groups)}
-    names_by_setting = divide_names(model, patterns)
+    patterns_by_setting = {}
+    for number, group in enumerate(settings.groups):
+        patterns_by_setting[f"{setting}.groups.{number}.match"] = group["match"]
+    names_by_setting = divide_names(model, patterns_by_setting)
     for group, names in zip(settings.groups, names_by_setting.values(), strict=True):
         ids = {id(parameters[name]) for name in names}
-        groups = _split_off(groups, ids, options_of(group), ",".join(group["match"]))
+        label = ",".join(group["match"])
+        groups = _split_off(groups, ids, options_of(group), label)
 
     # Rates by layer.
     if settings.layer_decay is not None:
@@ -127,8 +133,10 @@ def _groups_by_decay(kind: Any, settings: Optimizer, model: nn.Module, setting: 
                 f"{setting}.weight_decay={settings.weight_decay}: {settings.target} has no weight decay; use "
                 f"{setting}.weight_decay=null"
             )
-        return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return [{"params": trained}]
 
+    # Divided by the optimizer's class, if it can, or as `parameter_groups` says.
     weight_decay = parameter.default if settings.weight_decay is None else settings.weight_decay
     make_groups = getattr(kind, "parameter_groups", parameter_groups)
     groups: list[Group] = make_groups(model, weight_decay)
@@ -143,7 +151,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[Group]:
     trained = [p for p in model.parameters() if p.requires_grad]
     weights = [p for p in trained if p.ndim >= 2]
     norms_and_biases = [p for p in trained if p.ndim < 2]
-    groups = [{"params": weights, "weight_decay": weight_decay}, {"params": norms_and_biases, "weight_decay": 0.0}]
+    groups = [
+        {"params": weights, "weight_decay": weight_decay},
+        {"params": norms_and_biases, "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]
 
 
@@ -156,7 +167,12 @@ def _split_off(groups: list[Group], ids: set[int], options: dict[str, Any], labe
         options: of the new groups.
         label: name of the new groups in the log, after the name that their group has.
     """
-    has_matrices = any(p.ndim >= 2 for group in groups for p in group["params"] if id(p) in ids)
+    # Another weight decay is not for norms and biases, unless nothing else is selected.
+    all_selected: list[nn.Parameter] = []
+    for group in groups:
+        all_selected.extend(p for p in group["params"] if id(p) in ids)
+    spares_norms_and_biases = not _are_norms_and_biases(all_selected)
+
     all_groups = []
     for group in groups:
         selected = [p for p in group["params"] if id(p) in ids]
@@ -166,11 +182,14 @@ def _split_off(groups: list[Group], ids: set[int], options: dict[str, Any], labe
         if selected:
             full_label = f"{group['label']}:{label}" if "label" in group else label
             new_group = {**group, **options, "params": selected, "label": full_label}
-            # Another weight decay is not for norms and biases, unless nothing else is selected.
-            if has_matrices and all(p.ndim < 2 for p in selected) and "weight_decay" in group:
+            if spares_norms_and_biases and _are_norms_and_biases(selected) and "weight_decay" in group:
                 new_group["weight_decay"] = group["weight_decay"]
             all_groups.append(new_group)
     return all_groups
+
+
+def _are_norms_and_biases(parameters: list[nn.Parameter]) -> bool:
+    return all(p.ndim < 2 for p in parameters)
 
 
 def _ids_by_layer(model: nn.Module, blocks: Sequence[nn.Module]) -> list[set[int]]:

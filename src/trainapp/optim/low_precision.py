@@ -61,6 +61,7 @@ class AdamW(torch.optim.Optimizer):
         self._index = {parameter: index for index, parameter in enumerate(parameters)}
         self._state_dtype: Any = state_dtype
 
+        # Moments in 8 or 4 bits are codes, with a quantizer for each moment.
         is_quantized = self._state_dtype in BLOCKS
         self.state_form = self._state_dtype if is_quantized else ""  # of codes: a checkpoint must match it
         self._quantizers: dict[str, Quantizer] = {}  # by moment
@@ -85,20 +86,24 @@ class AdamW(torch.optim.Optimizer):
         if not state:
             self._allocate(parameter, state)
         state["step"] += 1
+
+        # The rounding's random numbers depend on the step and the parameter alone. Below 2 ** 32 for long: the CPU's
+        # generator takes the lower half of a seed (ATen/core/MT19937RNGEngine.h).
         index = self._index.setdefault(parameter, len(self._index))
-        # Below 2 ** 32 for long: the CPU's generator takes the lower half of a seed (ATen/core/MT19937RNGEngine.h).
         generator.manual_seed(state["step"] * 65_537 + index)
+
+        # In pieces, so that temporaries of large parameters stay small.
         assert parameter.grad is not None
         weight = local(parameter)
         flat_weight = weight.reshape(-1)
-        flat_tensors = (flat_weight, local(parameter.grad).reshape(-1))
-        # In pieces, so that temporaries of large parameters stay small.
+        flat_gradient = local(parameter.grad).reshape(-1)
         size = PIECE_SIZES.get(weight.device.type, DEFAULT_PIECE_SIZE)
         for start in range(0, len(flat_weight), size):
             piece = slice(start, min(start + size, len(flat_weight)))
             # Computed in fp32, whatever the dtypes of moments, weight and gradient.
             moments = {name: self._read(state, name, piece) for name in _MOMENTS}
-            new_weight, gradient = (tensor[piece].to(torch.float32, copy=True) for tensor in flat_tensors)
+            new_weight = flat_weight[piece].to(torch.float32, copy=True)
+            gradient = flat_gradient[piece].to(torch.float32, copy=True)
             _apply_adamw(new_weight, gradient, moments["exp_avg"], moments["exp_avg_sq"], state["step"], group)
             # Back to those dtypes, rounded stochastically.
             for name, values in moments.items():
@@ -115,6 +120,8 @@ class AdamW(torch.optim.Optimizer):
             for name in _MOMENTS:
                 state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
             return
+
+        # As codes, with their scales.
         assert local(parameter) is parameter, "shards are refused: config.excludes"
         for name in _MOMENTS:
             codes, scales = self._quantizers[name].empty(parameter.numel())
@@ -154,12 +161,19 @@ def _apply_adamw(
     """
     beta1, beta2 = group["betas"]
     learning_rate = group["lr"]
+
+    # The moments: moving averages of the gradient and of its square.
     mean.lerp_(gradient, 1 - beta1)
     square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+
+    # The root of the second moment, in the gradient's memory. Both moments start at 0, which is corrected for.
+    mean_correction = 1 - beta1**step
+    root_correction = (1 - beta2**step) ** 0.5
     root = torch.sqrt(square, out=gradient)
-    denominator = root.div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+    denominator = root.div_(root_correction).add_(group["eps"])
+
     weight.mul_(1 - learning_rate * group["weight_decay"])
-    weight.addcdiv_(mean, denominator, value=-learning_rate / (1 - beta1**step))
+    weight.addcdiv_(mean, denominator, value=-learning_rate / mean_correction)
 
 
 def copy_rounded(target: Tensor, source: Tensor, generator: torch.Generator) -> None:
@@ -172,6 +186,7 @@ def copy_rounded(target: Tensor, source: Tensor, generator: torch.Generator) -> 
         source: in fp32, of the target's shape. Its memory is overwritten if the target is bf16.
         generator: on their device.
     """
+    # Add noise below bf16's last bit, and drop the bits below it: the sum carries into it with the right probability.
     if target.dtype is torch.bfloat16:
         bits = source.view(torch.int32)
         noise = torch.randint(0, _LAST_BIT, source.shape, dtype=torch.int32, device=source.device, generator=generator)

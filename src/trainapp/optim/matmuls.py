@@ -38,7 +38,9 @@ class QuantizedLinear(nn.Linear):
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
         output = _QuantizedMatmul.apply(input, self.weight, self.kind)
-        return output if self.bias is None else output + self.bias.to(output.dtype)
+        if self.bias is None:
+            return output
+        return output + self.bias.to(output.dtype)
 
 
 class _QuantizedMatmul(torch.autograd.Function):
@@ -46,10 +48,15 @@ class _QuantizedMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, kind: Kind) -> Tensor:
-        needs_input, needs_weight, _ = ctx.needs_input_grad
-        ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
+        # The gradient of each factor needs the other one.
+        needs_input_gradient, needs_weight_gradient, _ = ctx.needs_input_grad
+        saved_input = input if needs_weight_gradient else None
+        saved_weight = weight if needs_input_gradient else None
+        ctx.save_for_backward(saved_input, saved_weight)
         ctx.kind = kind
-        product = _multiply(input.reshape(-1, input.shape[-1]), weight.to(input.dtype), kind)
+
+        rows = input.reshape(-1, input.shape[-1])
+        product = _multiply(rows, weight.to(input.dtype), kind)
         return unsafe_view(product, [*input.shape[:-1], len(weight)])
 
     @staticmethod
@@ -60,6 +67,7 @@ class _QuantizedMatmul(torch.autograd.Function):
                 f"precision={ctx.kind}: second derivatives (create_graph=True) cannot be computed through "
                 f"{ctx.kind} matmuls; use precision=bf16"
             )
+
         input, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
         input_gradient = None
@@ -90,8 +98,12 @@ def _multiply_int8(left: Tensor, right: Tensor) -> Tensor:
     columns = columns.contiguous()
     if left.device.type == "cuda":
         return scaled_int8_mm(rows, columns.t(), row_scale, column_scale)
-    product = int8_product(rows, columns.t()).float()  # torchao's kernel is for CUDA
-    return product.mul_(row_scale.float().unsqueeze(1)).mul_(column_scale.float()).to(left.dtype)
+
+    # Elsewhere, where torchao has no kernel: multiply the integers, then apply the scales.
+    product = int8_product(rows, columns.t()).float()
+    product.mul_(row_scale.float().unsqueeze(1))
+    product.mul_(column_scale.float())
+    return product.to(left.dtype)
 
 
 def _multiply_fp8(left: Tensor, right: Tensor) -> Tensor:
@@ -137,7 +149,8 @@ def quantizable(blocks: Iterable[nn.Module]) -> list[nn.Linear]:
         for module in block.modules():
             if not isinstance(module, nn.Linear) or type(module) not in (nn.Linear, QuantizedLinear):
                 continue
-            if module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0:
+            fits_kernels = module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
+            if fits_kernels:
                 layers[module] = None
     return list(layers)
 

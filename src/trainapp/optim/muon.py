@@ -36,6 +36,8 @@ class Muon(torch.optim.Optimizer):
         fused: bool | None = None,
     ):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+        # Divide the groups between the two optimizers.
         matrix_groups = []
         other_groups = []
         for group in self.param_groups:
@@ -52,13 +54,12 @@ class Muon(torch.optim.Optimizer):
         )
         self._optimizers: list[torch.optim.Optimizer] = [muon]
         if other_groups:
-            adamw_options: dict[str, Any] = {
-                "betas": tuple(betas),
-                "eps": eps,
-                "fused": fused,
-            }  # a YAML file has a list
-            self._optimizers.append(torch.optim.AdamW(other_groups, lr, **adamw_options))
-        for optimizer in self._optimizers:  # they already share the dictionaries of the groups with this optimizer
+            beta1, beta2 = betas  # from a YAML file, a list
+            adamw = torch.optim.AdamW(other_groups, lr, betas=(beta1, beta2), eps=eps, fused=fused)
+            self._optimizers.append(adamw)
+
+        # One state for all, as they already share the dictionaries of the groups with this optimizer.
+        for optimizer in self._optimizers:
             optimizer.state = self.state
 
     @staticmethod
@@ -77,6 +78,7 @@ class Muon(torch.optim.Optimizer):
                 matrices.append(parameter)
             else:
                 other_weights.append(parameter)
+
         groups = [
             {"params": matrices, "weight_decay": weight_decay, "is_matrix": True},
             {"params": other_weights, "weight_decay": weight_decay},
@@ -96,5 +98,5 @@ def _weights_of_embeddings_and_head(model: nn.Module) -> set[int]:
     ids = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = getattr(model, "head", None)
     if isinstance(head, nn.Module):
-        ids |= {id(parameter) for parameter in head.parameters()}
+        ids.update(id(parameter) for parameter in head.parameters())
     return ids

@@ -33,7 +33,11 @@ class HostCopies:
 
     def of_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the parameter groups with new copies of their parameters in place of these."""
-        return [group | {"params": [self._make_copy(p) for p in group["params"]]} for group in groups]
+        groups_of_copies = []
+        for group in groups:
+            copies = [self._make_copy(parameter) for parameter in group["params"]]
+            groups_of_copies.append({**group, "params": copies})
+        return groups_of_copies
 
     def _make_copy(self, parameter: Tensor) -> Tensor:
         options: dict[str, Any] = {"device": "cpu", "pin_memory": _is_on_cuda(parameter), "requires_grad": False}
@@ -51,6 +55,7 @@ class HostCopies:
         self._release(optimizer)
         optimizer.register_step_pre_hook(lambda optimizer, *_: self._fetch(optimizer))
         optimizer.register_step_post_hook(lambda optimizer, *_: self._give_back(optimizer))
+
         # Read where the host's memory is also the device's, and is therefore counted.
         host_copies: list[Tensor] = []
         for _, copy, gradient in self._copies:
@@ -65,9 +70,14 @@ class HostCopies:
                 gradient.copy_(parameter.grad, non_blocking=True)
                 copy.copy_(parameter, non_blocking=True)
                 copy.grad = gradient
-        for device in {parameter.device for parameter, _, _ in self._copies if _is_on_cuda(parameter)}:
-            torch.cuda.current_stream(device).synchronize()  # the host reads the copies
-        _replace_parameters(optimizer, {id(parameter): copy for parameter, copy, _ in self._copies})
+
+        # The host is about to read the copies.
+        cuda_devices = {parameter.device for parameter, _, _ in self._copies if _is_on_cuda(parameter)}
+        for device in cuda_devices:
+            torch.cuda.current_stream(device).synchronize()
+
+        copy_by_parameter = {id(parameter): copy for parameter, copy, _ in self._copies}
+        _replace_parameters(optimizer, copy_by_parameter)
 
     @torch.no_grad()
     def _give_back(self, optimizer: torch.optim.Optimizer) -> None:
@@ -81,7 +91,8 @@ class HostCopies:
         """Put the parameters back into groups and state, and drop the copies' gradients."""
         for _, copy, _ in self._copies:
             copy.grad = None
-        _replace_parameters(optimizer, {id(copy): parameter for parameter, copy, _ in self._copies})
+        parameter_by_copy = {id(copy): parameter for parameter, copy, _ in self._copies}
+        _replace_parameters(optimizer, parameter_by_copy)
 
 
 def _is_on_cuda(tensor: Tensor) -> bool:
@@ -100,8 +111,11 @@ def _replace_parameters(optimizer: torch.optim.Optimizer, replacements: dict[int
     """
     for group in optimizer.param_groups:
         group["params"] = [replacements[id(parameter)] for parameter in group["params"]]
+
+    # The state is by parameter; some optimizers also have entries of other kinds.
     states = list(optimizer.state.items())
     optimizer.state.clear()
     for key, state in states:
-        new_key = replacements[id(key)] if isinstance(key, Tensor) else key
-        optimizer.state[new_key] = state
+        if isinstance(key, Tensor):
+            key = replacements[id(key)]
+        optimizer.state[key] = state

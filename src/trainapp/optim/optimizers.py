@@ -48,19 +48,23 @@ def build_optimizer(
         blocks: the model's blocks, for `layer_decay`.
         setting: name of the settings' section, for messages.
     """
+    # The class must suit the model, and have the kernel that is asked for.
     kind = targets.locate(settings.target, f"{setting}._target_", user_packages)
     has_fused_kernel = "fused" in inspect.signature(kind).parameters
     _require_trained_parameters(model)
     _require_suited(kind, model, f"{setting}._target_={settings.target}")
     if settings.fused is True and not has_fused_kernel:
         raise UserError(f"{setting}.fused=true: {settings.target} has no fused kernel; use {setting}.fused=auto")
-    step_device = torch.device("cpu" if settings.offload else device.type)
-    build = functools.partial(_build, kind, settings, model, step_device, user_packages, blocks, setting)
 
+    step_device = torch.device(device.type)
+    if settings.offload:
+        step_device = torch.device("cpu")
+    build = functools.partial(_build, kind, settings, model, step_device, user_packages, blocks, setting)
     if settings.fused == "auto":
         is_fused = has_fused_kernel and _is_shipped(kind) and step_device.type in _FUSED_DEVICES
     else:
         is_fused = settings.fused
+
     # The fused kernel leaves dampened momentum unwritten when the first step overflows, and `materialise_state` cannot
     # create it beforehand.
     if is_fused and not settings.arguments.get("dampening"):
@@ -95,7 +99,9 @@ def _require_suited(kind: Any, model: nn.Module, setting: str) -> None:
         model: the model.
         setting: the setting that names the class, with its value, for messages.
     """
-    closure = inspect.signature(kind.step).parameters.get("closure") if hasattr(kind, "step") else None
+    closure = None  # the parameter of `step`
+    if hasattr(kind, "step"):
+        closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise UserError(
             f"{setting}: its step requires a closure, which evaluates the loss again, several times per step; here a "
@@ -108,8 +114,9 @@ def _require_suited(kind: Any, model: nn.Module, setting: str) -> None:
             f"{setting}: takes sparse gradients only, but here all gradients are dense, those of embeddings too; use "
             "torch.optim.AdamW"
         )
-    shapes = dict.fromkeys(str(list(p.shape)) for p in model.parameters() if p.requires_grad and p.ndim != 2)
-    if kind is torch.optim.Muon and shapes:
+    not_matrices = [p for p in model.parameters() if p.requires_grad and p.ndim != 2]
+    if kind is torch.optim.Muon and not_matrices:
+        shapes = dict.fromkeys(str(list(p.shape)) for p in not_matrices)
         raise UserError(
             f"{setting}: takes matrices only, but {type(model).__name__} has other parameters, of shapes "
             f"{listed(shapes)}; use optimizer=muon, which gives those to AdamW"
@@ -128,19 +135,23 @@ def _build(
 ) -> torch.optim.Optimizer:
     """Return the optimizer with this choice of a kernel (`fused`), and its state. Raises UserError if there is none."""
     groups = build_groups(kind, settings, model, blocks, setting)
-    copies = HostCopies() if settings.offload else None
-    if copies is not None:
+    copies = None
+    if settings.offload:
+        copies = HostCopies()
         groups = copies.of_groups(groups)
     provided: dict[str, Any] = {"params": groups}
     if settings.lr is not None:
         provided["lr"] = settings.lr
     optimizer = targets.construct(kind, settings.arguments | kernel, setting, user_packages, provided)
-
     _require_known_options(settings, optimizer, setting)
+
+    # Rates by layer.
+    rate_per_layer = settings.layer_decay or 1
     for group in optimizer.param_groups:
         layers_after = group.pop("layers_after", 0)
-        group["lr"] *= (settings.layer_decay or 1) ** layers_after
+        group["lr"] *= rate_per_layer**layers_after
 
+    # The state, before the first step.
     if isinstance(optimizer, (torch.optim.Muon, Muon)):  # they multiply in bf16, whatever the precision
         install_for(step_device, torch.bfloat16)
     _allocate_state(optimizer, settings, setting)
@@ -189,6 +200,7 @@ def materialise_state(optimizer: torch.optim.Optimizer) -> None:
     has_state = bool(optimizer.state)  # Adagrad's constructor creates it
     if is_dampened or has_state or not _is_shipped(type(optimizer)):
         return
+
     step_without_effect(optimizer)
     if _has_nonzero_state(optimizer):
         optimizer.state.clear()
@@ -231,8 +243,10 @@ def step_without_effect(optimizer: torch.optim.Optimizer) -> None:
         group.update(group_before)
     for state in optimizer.state.values():
         if isinstance(state, dict) and "step" in state:
-            step = state["step"]
-            state["step"] = step.zero_() if torch.is_tensor(step) else 0
+            if torch.is_tensor(state["step"]):
+                state["step"].zero_()
+            else:
+                state["step"] = 0
 
 
 # --- one parameter at a time, as soon as its gradient is complete: LOMO's method (arXiv:2306.09782), for any optimizer
@@ -242,7 +256,8 @@ def step_without_effect(optimizer: torch.optim.Optimizer) -> None:
 def require_separable(optimizer: torch.optim.Optimizer) -> None:
     """Raise UserError for an optimizer that may need several gradients at once, or count its calls."""
     kind = type(optimizer)
-    if not (_is_shipped(kind) or getattr(kind, "updates_parameters_alone", False)):
+    is_separable = _is_shipped(kind) or getattr(kind, "updates_parameters_alone", False)
+    if not is_separable:
         raise UserError(
             f"optimizer.in_backward=true with {kind.__name__}: it is called once per parameter, but may need all "
             "gradients at once; if it does not, declare `updates_parameters_alone = True` in its class, otherwise use "
@@ -258,6 +273,7 @@ def step_parameter(optimizer: torch.optim.Optimizer, parameter: Tensor, paramete
         parameter: the parameter.
         parameter_group: the group of the optimizer in which it is.
     """
+    # During the step, the parameter is the only one in the groups.
     groups = optimizer.param_groups
     all_parameters = [group["params"] for group in groups]
     for group in groups:

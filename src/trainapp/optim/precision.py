@@ -36,7 +36,9 @@ _AUTOCAST_DTYPES = {"fp32": None, "tf32": None, "fp16": torch.float16}  # by mod
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
     """Return the tensor in fp32, in which losses are added up; a model in fp64 has its loss in fp64."""
-    return tensor if tensor.dtype is torch.float64 else tensor.float()
+    if tensor.dtype is torch.float64:
+        return tensor
+    return tensor.float()
 
 
 @dataclass
@@ -98,17 +100,23 @@ def build(settings: schema.Precision, device: torch.device) -> Precision:
     """Return the precision mode. Sets torch's TF32 and attention switches, and emulates 16-bit kernels that the device
     lacks. Raises UserError if 8-bit matmuls fail.
     """
-    torch.set_float32_matmul_precision("high" if settings.mode == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = settings.mode == "tf32"
+    # In fp32 or TF32: matmuls and convolutions.
+    uses_tf32 = settings.mode == "tf32"
+    torch.set_float32_matmul_precision("high" if uses_tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = uses_tf32
+
     autocast_dtype = _AUTOCAST_DTYPES.get(settings.mode, torch.bfloat16)
     # On CUDA, torch itself disables nn.TransformerEncoder's fast path under autocast. The path is one operation that
     # calls others inside, which autocast does not reach under a dispatch mode: an evaluation whose memory is counted
     # would give another result.
     torch.backends.mha.set_fastpath_enabled(device.type != "cpu" or autocast_dtype is None)
+
+    # Kernels that the device lacks: those for 16 bits are emulated, those for 8 bits refused.
     compute_dtype = autocast_dtype or torch.float32
     is_emulated = emulated_kernels.install_for(device, compute_dtype)
     if settings.mode in ("int8", "fp8"):
         matmuls.require_kernels(settings.mode, device)
+
     autocast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if autocast_dtype is not None:
         autocast = torch.autocast(device.type, dtype=autocast_dtype)
@@ -128,7 +136,8 @@ def gradient_norm(gradients: list[Tensor], dtype: torch.dtype | None = None) -> 
     """Return the 2-norm of all gradients together, a scalar tensor on their device. dtype: accumulation dtype."""
     if not gradients:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack(norms_of(gradients, dtype)))
+    norms = torch.stack(norms_of(gradients, dtype))
+    return torch.linalg.vector_norm(norms)
 
 
 def norms_of(gradients: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -194,17 +203,22 @@ class NonFiniteCheck:
             count: the divisor of loss and gradients; a step with count 0 is skipped under either policy.
             update: the update's name, if a step has several.
         """
+        checked_norm = 0.0 if self.scaled else norm
         unread = {}
-        for name, value in (("count", count), ("loss", loss), ("gradient norm", 0.0 if self.scaled else norm)):
+        for name, value in (("count", count), ("loss", loss), ("gradient norm", checked_norm)):
             if isinstance(value, Tensor) and not self._reads_every_step:
                 unread[name] = value
                 continue
             number = float(value)  # some values are plain numbers even on a GPU, readable without a wait
+
+            # A count of 0 is nothing to divide by: the step is skipped.
             is_count = name == "count"
             if is_count and number == 0:
                 reason = "because the loss's count, which the task returns with the loss, was 0"
                 self.record_outcome(False, step, reason, update)
                 return False
+
+            # Values that are not finite are treated as the policy says, negative counts as errors.
             is_negative_count = is_count and number < 0
             if math.isfinite(number) and not is_negative_count:
                 continue
@@ -221,11 +235,14 @@ class NonFiniteCheck:
         """Record on the device whether the step is the first one with unusable values."""
         flags = []
         for name, value in values.items():
-            is_finite = torch.isfinite(value)
-            is_in_range = value > 0 if name == "count" else True
-            flags.append(is_finite & is_in_range)
+            is_usable = torch.isfinite(value)
+            if name == "count":
+                is_usable = is_usable & (value > 0)
+            flags.append(is_usable)
         # FSDP's cpu_offload keeps gradients, and so their norm, on the host.
         flags_on_device = [flag.to(self._first_bad_step.device, non_blocking=True) for flag in flags]
+
+        # An earlier bad step stays the first one.
         is_good = torch.stack(flags_on_device).all()
         had_bad_step = self._first_bad_step >= 0
         self._first_bad_step = torch.where(is_good | had_bad_step, self._first_bad_step, step)
@@ -239,7 +256,10 @@ class NonFiniteCheck:
             reason: why it was not, if not for its gradients.
             update: the update's name, if a step has several.
         """
-        self._skipped[update] = 0 if applied else self._skipped[update] + 1
+        if applied:
+            self._skipped[update] = 0
+        else:
+            self._skipped[update] += 1
         if self._skipped[update] > MAX_SKIPPED:
             error_type = TrainingStopped
             if reason is None:

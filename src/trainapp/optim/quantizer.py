@@ -38,18 +38,22 @@ class Quantizer:
         self._codes_per_byte = 2 if kind == "4bit" else 1
         levels = _levels(kind, of_roots)
         self.levels = torch.tensor(levels, device=device)
+
         # A level's code is its distance from the level 0, modulo the number of codes: an empty state is all zeros.
-        self._number_of_zero = 0 if of_roots else levels.index(0.0)
+        self._number_of_zero = 0
+        if not of_roots:
+            self._number_of_zero = levels.index(0.0)
         self._mask = 255 if kind == "8bit" else 15
         by_code = [0.0] * (self._mask + 1)
         for number, level in enumerate(levels):
-            by_code[(number - self._number_of_zero) & self._mask] = level
+            code = (number - self._number_of_zero) & self._mask
+            by_code[code] = level
         self.by_code = torch.tensor(by_code, device=device)
 
     def empty(self, count: int) -> tuple[Tensor, Tensor]:
         """Return codes and scales of `count` zeros."""
         device = self.levels.device
-        blocks = -(-count // self._block_size)
+        blocks = -(-count // self._block_size)  # rounded up
         size = blocks * self._block_size // self._codes_per_byte  # bytes
         codes = torch.zeros(size, dtype=torch.uint8, device=device)
         scales = torch.zeros(blocks, device=device)
@@ -58,25 +62,35 @@ class Quantizer:
     def read(self, codes: Tensor, scales: Tensor, piece: slice) -> Tensor:
         """Return the values of a slice, in fp32."""
         codes, scales = self._blocks(codes, scales, piece)
-        if self.kind == "4bit":
+        if self.kind == "4bit":  # separate the two codes of each byte
             codes = torch.stack((codes & 15, codes >> 4), -1)
+
+        # The codes' levels, times the scale of each block.
         values = self.by_code.index_select(0, codes.flatten().int())  # indexing by `[]` is 100 times slower on the CPU
         values.view(-1, self._block_size).mul_(scales)
+
+        # Without what fills the last block.
         values = values[: piece.stop - piece.start]
-        return values.square_() if self.of_roots else values
+        if self.of_roots:
+            values.square_()
+        return values
 
     def write(self, codes: Tensor, scales: Tensor, piece: slice, values: Tensor, generator: torch.Generator) -> None:
         """Store the values of a slice. Overwrites them."""
         codes, scales = self._blocks(codes, scales, piece)
         if self.of_roots:
             values.sqrt_()
-        missing = -len(values) % self._block_size  # of the last block
+
+        # Fill the last block with zeros.
+        missing = -len(values) % self._block_size
         if missing:
             values = F.pad(values, (0, missing))
-        # Divide each block by its largest magnitude.
+
+        # Divide each block by its largest magnitude; one of zeros by 1.
         blocks = values.view(-1, self._block_size)
         scales.copy_(blocks.abs().amax(-1, keepdim=True))
         blocks.div_(scales.masked_fill(scales == 0, 1))
+
         codes.copy_(self._encode(values, generator).view(codes.shape))
 
     def _blocks(self, codes: Tensor, scales: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
@@ -97,10 +111,14 @@ class Quantizer:
         number_below = torch.bucketize(values, self.levels[1:-1], right=True, out_int32=True)
         level_below = self.levels.index_select(0, number_below)
         gap = self.levels.index_select(0, number_below + 1).sub_(level_below)
+
         # The chance of the one above is the value's relative distance from the one below: right on average.
         chance = values.sub_(level_below).div_(gap)
         is_above = torch.rand(chance.shape, device=chance.device, generator=generator).lt_(chance)
-        codes = is_above.to(torch.int32).add_(number_below).sub_(self._number_of_zero).bitwise_and_(self._mask)
+
+        # The code is the chosen level's distance from the level 0. Two codes of 4 bits share a byte.
+        codes = is_above.to(torch.int32).add_(number_below)
+        codes.sub_(self._number_of_zero).bitwise_and_(self._mask)
         codes = codes.to(torch.uint8)
         if self.kind == "4bit":
             return codes[::2] | codes[1::2] << 4
@@ -125,11 +143,16 @@ def _dynamic_levels(bits: int, of_roots: bool) -> list[float]:
         bits: of a code.
         of_roots: twice as many levels, all positive; the lowest is a tenth of the next.
     """
+    # Between two powers of ten, the levels are the centres of equal intervals.
     positive: list[float] = []
     for power in range(bits - 1):
         count = 2 ** (power + of_roots)
         width = 0.9 / count
-        positive += [(0.1 + (number + 0.5) * width) * 10.0 ** (power - bits + 2) for number in range(count)]
+        scale = 10.0 ** (power - bits + 2)
+        for number in range(count):
+            center = 0.1 + (number + 0.5) * width
+            positive.append(center * scale)
+
     if of_roots:
         return [positive[0] / 10, *positive, 1.0]
     positive = [level / positive[-1] for level in positive]

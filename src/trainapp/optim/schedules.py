@@ -92,11 +92,15 @@ def for_optimizer(
     """
     if settings.target is None:
         return build(settings, run)
+
+    # The warm-up is the target's own if it has a parameter for it.
     target = targets.locate(settings.target, "schedule._target_", user_packages)
     arguments = dict(settings.arguments)
     warmup = 0
     if "warmup" not in inspect.signature(target).parameters:
-        warmup = _warmup_steps(arguments.pop("warmup", settings.warmup), run)
+        duration = arguments.pop("warmup", settings.warmup)
+        warmup = _warmup_steps(duration, run)
+
     settings = dataclasses.replace(settings, arguments=arguments)
     schedule = _of_target(target, settings, run, warmup, optimizer, user_packages, direction)
     schedule.arguments = arguments
@@ -125,7 +129,10 @@ def _of_target(
     name = str(settings.target)
     provided: dict[str, Any] = {"total_steps": run.total_steps}
     if "optimizer" not in inspect.signature(target).parameters:
-        return Schedule(_checked(_function(target, settings, user_packages, provided), name), warmup)
+        function = _function(target, settings, user_packages, provided)
+        return Schedule(_checked(function, name), warmup)
+
+    # One of torch's schedulers: one that follows the objective needs its direction, all need the optimizer.
     if inspect.isclass(target) and issubclass(target, ReduceLROnPlateau):
         if direction is None:
             raise UserError(f"schedule._target_={name} with objective=auto: {NO_BEST}; {SET_OBJECTIVE}")
@@ -171,8 +178,9 @@ def _options(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[st
 def rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """Return the learning rates as logged: `lr` for parameters in no group, `lr/NAME` for each group."""
     groups = optimizer.param_groups
-    unnamed_group = next((group for group in groups if "label" not in group), groups[0])
-    rates_by_name = {"lr": unnamed_group["lr"]}
+    unnamed_groups = [group for group in groups if "label" not in group]
+    main_group = unnamed_groups[0] if unnamed_groups else groups[0]
+    rates_by_name = {"lr": main_group["lr"]}
     for group in groups:
         if "label" in group:
             rates_by_name[f"lr/{group['label']}"] = group["lr"]
@@ -184,10 +192,13 @@ def rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 def build(settings: schema.Schedule, run: RunLength) -> Schedule:
     """Return a schedule of a built-in shape. Raises UserError if warm-up and decay do not fit into the run."""
+    # The lengths of warm-up and decay, which must fit into the run.
     total = run.total_steps
     final = settings.final
     warmup = to_steps("schedule.warmup", settings.warmup, run)
-    decay = to_steps("schedule.decay", settings.decay, run) if settings.shape == "wsd" else 0
+    decay = 0
+    if settings.shape == "wsd":
+        decay = to_steps("schedule.decay", settings.decay, run)
     _, unit_of_warmup = parse_duration(settings.warmup)
     _, unit_of_decay = parse_duration(settings.decay)
     if unit_of_warmup == unit_of_decay == "percent":
@@ -197,19 +208,24 @@ def build(settings: schema.Schedule, run: RunLength) -> Schedule:
             f"schedule.warmup={settings.warmup} ({warmup} steps) and decay ({decay} steps) exceed the run's {total} "
             "steps; make them shorter"
         )
+
     # In steps since the warm-up: `factor` falls from `start` to `length`.
     length = total - warmup
     start = length - decay if settings.shape == "wsd" else 0
+    falling_steps = max(1, length - start)
 
     def factor(step: int) -> float:
-        progress = min(1.0, max(0.0, (step - start) / max(1, length - start)))
+        progress = (step - start) / falling_steps
+        progress = min(1.0, max(0.0, progress))
         if settings.shape == "linear":
-            return 1 - (1 - final) * progress
-        if settings.shape == "cosine":
-            return 1 - (1 - final) * 0.5 * (1 - math.cos(math.pi * progress))
-        if settings.shape == "wsd":
-            return 1 - (1 - final) * math.sqrt(progress)
-        return 1.0
+            fallen = progress
+        elif settings.shape == "cosine":
+            fallen = 0.5 * (1 - math.cos(math.pi * progress))
+        elif settings.shape == "wsd":
+            fallen = math.sqrt(progress)
+        else:
+            fallen = 0.0
+        return 1 - (1 - final) * fallen  # from 1 to `final`
 
     return Schedule(factor, warmup)
 
@@ -291,6 +307,7 @@ class TorchSchedule(Schedule):
         Args:
             objective: of an evaluation, for ReduceLROnPlateau.
         """
+        # A scheduler computes its next rates from those in the groups: put back its own, without the warm-up factor.
         for group, rate in zip(self._groups, self._rates, strict=True):
             group["lr"] = rate
         try:
@@ -320,8 +337,9 @@ class TorchSchedule(Schedule):
         saved_rates = state.get("rates", ())
         if len(saved_rates) != len(self._rates):
             raise ValueError(f"a schedule of {len(saved_rates)} parameter groups instead of {len(self._rates)}")
+
+        # Keep this scheduler's own settings. `_schedule_phases` are OneCycleLR's, which follow from its length.
         parameters = inspect.signature(type(self._scheduler)).parameters
-        # `_schedule_phases` are OneCycleLR's, which follow from its length.
         names_of_settings = {"base_lrs", "_schedule_phases", *parameters} - {"last_epoch"}
         scheduler_state = dict(state["scheduler"])
         for name, value in self._scheduler.state_dict().items():

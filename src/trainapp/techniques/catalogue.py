@@ -80,6 +80,8 @@ class Technique:
         for override in self.setting.split():
             name, text = override.split("=")
             value = yaml.safe_load(text)
+
+            # A group of the optimizer, an argument of its class, or a setting, perhaps by the name of its group.
             option = name.removeprefix("optimizer.")
             if name == "optimizer":
                 changes |= _changes_by_optimizer(value)
@@ -98,11 +100,15 @@ class Technique:
 
     def suits(self, situation: Situation) -> bool:
         """Return whether to offer the technique for a configuration that lacks it."""
+        # With several optimizers, it would not change those with their own settings.
         config = situation.config
-        if config.updates and any(name.startswith("optimizer.") for name in self.changes):
-            return False  # with several optimizers, it would not change those with their own settings
+        changes_optimizer = any(name.startswith("optimizer.") for name in self.changes)
+        if config.updates and changes_optimizer:
+            return False
         if not self.helps(situation):
             return False
+
+        # It must fit the other settings and the model.
         changed_config = with_techniques(config, [self])
         new_conflicts = set(excludes.conflicts(changed_config)) - set(excludes.conflicts(config))
         if new_conflicts:
@@ -116,7 +122,8 @@ class Technique:
 
 def _changes_by_optimizer(option: str) -> dict[str, Any]:
     """Return the changes of `optimizer=option` that affect memory."""
-    values: Any = OmegaConf.to_container(OmegaConf.load(CONF / "optimizer" / f"{option}.yaml"))
+    file = CONF / "optimizer" / f"{option}.yaml"
+    values: Any = OmegaConf.to_container(OmegaConf.load(file))
     for name in ("lr", "weight_decay", "fused"):
         values.pop(name, None)
     target = values.pop("_target_")
@@ -135,8 +142,9 @@ def _with_value(settings: Any, path: list[str], value: Any) -> Any:
     """Return a copy of the settings, a dataclass, with another value at the path."""
     if not path:
         return value
-    name, *rest = path
-    return dataclasses.replace(settings, **{name: _with_value(getattr(settings, name), rest, value)})
+    name, *path_below = path
+    new_child = _with_value(getattr(settings, name), path_below, value)
+    return dataclasses.replace(settings, **{name: new_child})
 
 
 def overrides_of(techniques: Iterable[Technique]) -> list[str]:
@@ -153,11 +161,12 @@ def require_suited(situation: Situation) -> None:
     """Raise UserError, with all messages, for techniques that are set but not supported by the model."""
     messages = []
     for technique in TECHNIQUES:
-        if technique.is_set(situation.config):
-            try:
-                technique.needs(situation)
-            except UserError as error:
-                messages.append(str(error))
+        if not technique.is_set(situation.config):
+            continue
+        try:
+            technique.needs(situation)
+        except UserError as error:
+            messages.append(str(error))
     if messages:
         raise UserError("\n".join(dict.fromkeys(messages)))
 

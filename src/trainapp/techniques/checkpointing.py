@@ -47,14 +47,17 @@ def choose_modes(peaks: Mapping[Mode, int], limit: int, blocks: int) -> list[Mod
         limit: bytes.
         blocks: number of blocks.
     """
+    # Compare all mixes: a mix is the number of blocks that are recomputed in full, and of those in part.
     savings = {mode: peaks["none"] - peaks[mode] for mode in _COST}  # of all blocks together
     best_mix = (0, 0)
     best_score: tuple[int, float] | None = None  # excess over the limit and cost; lower is better
     for full in range(blocks + 1):
         for selective in range(blocks + 1 - full):
             # Bytes times `blocks`, so that it is an integer.
-            excess = blocks * (peaks["none"] - limit) - full * savings["full"] - selective * savings["selective"]
-            score = (max(0, excess), full * _COST["full"] + selective * _COST["selective"])
+            saved = full * savings["full"] + selective * savings["selective"]
+            excess = blocks * (peaks["none"] - limit) - saved
+            cost = full * _COST["full"] + selective * _COST["selective"]
+            score = (max(0, excess), cost)
             if best_score is None or score < best_score:
                 best_score = score
                 best_mix = (full, selective)
@@ -76,16 +79,21 @@ def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:
     _set_compiled_budget(model, settings.compiled_budget)
     if settings.mode == "none" and settings.modes is None:
         return
+
+    # One mode per block: as listed, or the same for every n-th block.
     blocks = blocks_of(model, f"activation_checkpointing={settings.mode}")
     modes = settings.modes
     if modes is None:
-        mode = "none" if settings.mode == "auto" else settings.mode
-        modes = [mode if index % settings.every == 0 else "none" for index in range(len(blocks))]
+        modes = ["none"] * len(blocks)
+        if settings.mode != "auto":
+            for index in range(0, len(blocks), settings.every):
+                modes[index] = settings.mode
     if len(modes) != len(blocks):
         raise UserError(
             f"activation_checkpointing.modes={modes}: names {len(modes)} blocks, but {type(model).__name__} has "
             f"{len(blocks)}; give one mode per block, or null"
         )
+
     for block, mode in zip(blocks, modes, strict=True):
         if mode != "none":
             block.forward = functools.partial(_checkpointed, Recomputed(block), block.forward, mode)
@@ -113,15 +121,21 @@ def _checkpointed(
     """
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
-    called = functools.partial(forward, **options) if options else forward  # `checkpoint` has its own options
+    called = forward
+    if options:  # bound, since `checkpoint` has options of its own
+        called = functools.partial(forward, **options)
     make_contexts = None
     if mode == "selective":
         make_contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    if torch.compiler.is_compiling():  # a compiled graph performs its writes once, even if it recomputes
+
+    # A compiled graph performs its writes once, even if it recomputes: no state needs to be restored.
+    if torch.compiler.is_compiling():
         if make_contexts is None:  # the compiler refuses `noop_context_fn` by name (torch 2.13)
             return checkpoint(called, *inputs, use_reentrant=False)
         return checkpoint(called, *inputs, use_reentrant=False, context_fn=make_contexts)
-    contexts = functools.partial(recomputed.contexts, (*inputs, *options.values()), make_contexts or noop_context_fn)
+
+    arguments = (*inputs, *options.values())
+    contexts = functools.partial(recomputed.contexts, arguments, make_contexts or noop_context_fn)
     # Stopping early spares the recomputation of the last matmul, but RReLU's noise is saved before it is drawn (2.13).
     early_stop = not any(isinstance(module, nn.RReLU) for module in recomputed.block.modules())
     return checkpoint(called, *inputs, use_reentrant=False, context_fn=contexts, early_stop=early_stop)
@@ -158,14 +172,15 @@ class Recomputed:
             make_contexts: makes contexts to use inside these, so that the selection of operations to save does not see
                 the copies.
         """
+        # The forward checks that it leaves its inputs and the state unchanged; the recomputation restores the state.
         self._snapshot.take()
         state = self._snapshot.released()
-        inside_forward, inside_recomputation = make_contexts()
         versions = [(tensor, version_of(tensor)) for tensor in inputs if isinstance(tensor, Tensor)]
-        return (
-            _Reusable(functools.partial(self._forward, state, versions, inside_forward)),
-            _Reusable(functools.partial(self._recomputation, state, inside_recomputation)),
-        )
+
+        inside_forward, inside_recomputation = make_contexts()
+        make_forward = functools.partial(self._forward, state, versions, inside_forward)
+        make_recomputation = functools.partial(self._recomputation, state, inside_recomputation)
+        return _Reusable(make_forward), _Reusable(make_recomputation)
 
     @contextlib.contextmanager
     def _forward(
@@ -174,6 +189,7 @@ class Recomputed:
         """Raise TrainingStopped if the block has modified the state from which its recomputation starts."""
         with inside:
             yield
+
         written = None
         if any(version_of(tensor) != version for tensor, version in input_versions):
             written = "a tensor that it is called with"

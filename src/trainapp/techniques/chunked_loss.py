@@ -52,8 +52,11 @@ def linear_cross_entropy(
     flat_targets = targets.flatten()
     if rows == "auto":
         rows = auto_rows(len(flat_features), head)
+
+    dtype = head.weight.dtype
     device = features.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
     return _LinearCrossEntropy.apply(flat_features, head.weight, head.bias, flat_targets, max(1, rows), dtype, ignored)
 
 
@@ -62,8 +65,11 @@ def auto_rows(count: int, head: nn.Linear) -> int:
 
     At least LEAST_ROWS: each chunk reads the whole weight, which dominates for few rows.
     """
+    # As many chunks as a row has times more logits than features. Both divisions round up.
     chunks = max(1, -(-head.out_features // head.in_features))
-    return max(LEAST_ROWS, 1 << (-(-max(count, 1) // chunks) - 1).bit_length())
+    rows = -(-max(count, 1) // chunks)
+    power_of_two = 1 << (rows - 1).bit_length()
+    return max(LEAST_ROWS, power_of_two)
 
 
 @contextlib.contextmanager
@@ -76,8 +82,10 @@ def features_only(model: nn.Module) -> Iterator[Any]:
     parts = last_layer(model)
     assert parts is not None, "see require_head"
     features, head = parts
+
+    # The model's own attribute `forward` hides the class's. There may be one already, which is restored.
     attributes = vars(model)
-    replaced_forward = attributes.pop("forward", None)  # set on this object, if any; not the class's
+    replaced_forward = attributes.pop("forward", None)
     attributes["forward"] = features
     try:
         yield head
@@ -97,17 +105,23 @@ def require_head(config: Config, model: nn.Module) -> None:
             f"{setting}: {name} does not separate its last layer; give it a method `features(self, inputs)` and an "
             "nn.Linear `head` with forward(inputs) == head(features(inputs)), or omit the setting"
         )
+
+    # The loss multiplies by the head's weight itself.
     _, head = parts
-    if type(head).forward is not nn.Linear.forward or "forward" in vars(head) or has_forward_hooks(head):
-        hooks = " with hooks" if has_forward_hooks(head) else ""
+    has_hooks = has_forward_hooks(head)
+    has_own_forward = type(head).forward is not nn.Linear.forward or "forward" in vars(head)
+    if has_own_forward or has_hooks:
+        hooks = " with hooks" if has_hooks else ""
         raise UserError(
             f"{setting}: the head of {name} must be a plain nn.Linear, but is a {type(head).__name__}{hooks}, which "
             "this loss would not run; make it one (with torch.nn.utils.parametrizations in place of weight_norm and "
             f"spectral_norm; without an adapter, if it has one), or set {SETTING}=null"
         )
+
     if config.parallel.strategy == "fsdp":
         for block in blocks_of(model, "parallel=fsdp"):
-            if any(module is head for module in block.modules()):
+            has_head = any(module is head for module in block.modules())
+            if has_head:
                 raise UserError(
                     f"{setting}: with parallel=fsdp the head of {name} must not be inside one of its blocks(), outside "
                     "of which only a shard of it exists; take it out of blocks()"
@@ -126,6 +140,7 @@ def require_same_forward(
         setting: the value of the setting, for the message.
         other_arguments: the model's other arguments.
     """
+    # Compute the logits by the model's forward, and by what the loss in chunks would compute.
     buffers_before = [buffer.clone() for buffer in model.buffers()]
     with preserved_rng(inputs.device):
         output = model(inputs, **other_arguments)
@@ -134,7 +149,9 @@ def require_same_forward(
         expected = F.linear(model(inputs, **other_arguments), head.weight, head.bias)  # without hooks, as in the loss
     for buffer, buffer_before in zip(model.buffers(), buffers_before, strict=True):
         buffer.copy_(buffer_before)
-    if not (isinstance(logits, Tensor) and logits.shape == expected.shape and torch.equal(logits, expected)):
+
+    are_equal = isinstance(logits, Tensor) and logits.shape == expected.shape and torch.equal(logits, expected)
+    if not are_equal:
         raise UserError(
             f"{SETTING}={setting}: {type(model).__name__}'s forward(inputs) is not head(features(inputs)), which the "
             "loss in chunks computes: something in between scales, caps or drops out, or the head has hooks; "
@@ -165,11 +182,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for chunk, target in zip(features.split(rows), targets.split(rows), strict=True):
                 logits = F.linear(chunk.to(dtype), matmul_weight, matmul_bias)
                 correct += (logits.argmax(-1) == target).sum()
-                logits = at_least_fp32(logits)
+
                 # The cross-entropy: the logarithm of the sum of exponentials, minus the target's logit.
+                logits = at_least_fp32(logits)
                 log_sums.append(logits.logsumexp(-1))
                 target_logits = logits.gather(-1, _classes(target, ignored)[:, None]).squeeze(-1)
                 loss += (log_sums[-1] - target_logits).masked_fill(target == ignored, 0).sum()
+
+        # The backward recomputes the logits, but not their sums.
         ctx.save_for_backward(features, weight, bias, targets, *log_sums)
         ctx.rows = rows
         ctx.dtype = dtype
@@ -183,9 +203,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         features, weight, bias, targets, *log_sums = ctx.saved_tensors
         dtype = ctx.dtype
         sum_dtype = torch.promote_types(dtype, torch.float32)  # bf16 would lose later chunks
-        features_gradient = torch.empty_like(features) if ctx.needs_input_grad[0] else None
-        weight_gradient = torch.zeros_like(weight, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
-        bias_gradient = torch.zeros_like(bias, dtype=sum_dtype) if ctx.needs_input_grad[2] else None
+        needs_features_gradient, needs_weight_gradient, needs_bias_gradient = ctx.needs_input_grad[:3]
+        features_gradient = torch.empty_like(features) if needs_features_gradient else None
+        weight_gradient = torch.zeros_like(weight, dtype=sum_dtype) if needs_weight_gradient else None
+        bias_gradient = torch.zeros_like(bias, dtype=sum_dtype) if needs_bias_gradient else None
         with torch.autocast(features.device.type, enabled=False):
             matmul_weight = weight.to(dtype)
             matmul_bias = None if bias is None else bias.to(dtype)
@@ -193,12 +214,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 rows = slice(start, start + ctx.rows)
                 chunk = features[rows].to(dtype)
                 target = targets[rows]
+
                 # The gradient by the logits: probabilities, minus 1 at the target, times the loss's gradient.
                 gradient = at_least_fp32(F.linear(chunk, matmul_weight, matmul_bias))
                 gradient.sub_(log_sum[:, None]).exp_()
                 gradient[torch.arange(len(target), device=target.device), _classes(target, ctx.ignored)] -= 1
                 gradient.mul_((scale * (target != ctx.ignored))[:, None])
                 gradient = gradient.to(dtype)
+
                 # From it, those by the layer's input and parameters.
                 if features_gradient is not None:
                     features_gradient[rows] = gradient @ matmul_weight
@@ -209,7 +232,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if bias_gradient is not None:
                     bias_gradient += gradient.sum(0, dtype=sum_dtype)
         gradients = (features_gradient, _in_dtype_of(weight, weight_gradient), _in_dtype_of(bias, bias_gradient))
-        return (*gradients, None, None, None, None)
+        return (*gradients, None, None, None, None)  # targets, rows, dtype and ignored have none
 
 
 def _classes(targets: Tensor, ignored: int) -> Tensor:

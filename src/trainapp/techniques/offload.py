@@ -65,8 +65,7 @@ class Offload:
         def offloaded(*inputs: Any, **options: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*inputs, **options)
-            tensors = (*self._model.parameters(), *self._model.buffers())
-            self._persistent = {storage_id(local(t).untyped_storage()) for t in tensors if t.layout is torch.strided}
+            self._persistent = self._storages_of_model()
             try:
                 with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                     return forward(*inputs, **options)
@@ -75,15 +74,27 @@ class Offload:
 
         return offloaded
 
+    def _storages_of_model(self) -> set[int]:
+        """Return the ids of the storages of the model's parameters and buffers."""
+        ids = set()
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            if tensor.layout is torch.strided:
+                storage = local(tensor).untyped_storage()
+                ids.add(storage_id(storage))
+        return ids
+
     def _pack(self, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
         """Return what the graph keeps of a saved tensor: the tensor, or a function that returns it from its copy."""
         if tensor.device.type != self.device_type or tensor.layout is not torch.strided:
             return tensor
+
+        # Neither the model's own tensors nor FSDP's gathered parameters, which it frees and gathers itself.
         storage = tensor.untyped_storage()
-        # FSDP's gathered parameters are not the model's: it frees and gathers them itself.
         is_parameter = isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter)
         if is_parameter or storage.nbytes() < LEAST or storage_id(storage) in self._persistent:
             return tensor
+
+        # The tensor is a view of its storage, which is stored whole.
         stored = self._store(tensor)
         layout = (tensor.storage_offset(), tensor.size(), tensor.stride())
         return functools.partial(stored.view, tensor.dtype, tensor.device, *layout)
@@ -93,9 +104,11 @@ class Offload:
         storage = tensor.untyped_storage()
         key = (storage_id(storage), version_of(tensor))
         if key in self._stored:
-            storage_of_copy, stored = self._stored[key]
-            if storage_of_copy() is storage:  # otherwise it was freed, and another one has its id
+            stored_storage, stored = self._stored[key]
+            if stored_storage() is storage:  # otherwise it was freed, and another one has its id
                 return stored
+
+        # All bytes of the storage. Backward, which runs in reverse, needs the one stored before it next.
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         stored = _Stored(self, flat, self._last)
         self._last = weakref.ref(stored)
@@ -107,8 +120,10 @@ class Offload:
         if self.device_type != "cuda":
             to.copy_(source)
             return None
+
         on_device = source if source.is_cuda else to
-        self._copy_stream = self._copy_stream or torch.cuda.Stream(on_device.device)
+        if self._copy_stream is None:
+            self._copy_stream = torch.cuda.Stream(on_device.device)
         self._copy_stream.wait_stream(torch.cuda.current_stream(on_device.device))
         with torch.cuda.stream(self._copy_stream):
             to.copy_(source, non_blocking=True)
@@ -143,6 +158,7 @@ class _Stored:
 
     def storage(self) -> torch.UntypedStorage:
         """Return the storage on the device. Starts to fetch the one that backward needs next."""
+        # The first use waits for the copy; later ones find the storage, as long as it is alive.
         self.fetch()
         storage = self._used()
         if self._fetched is not None:
@@ -152,6 +168,7 @@ class _Stored:
             self._used = weakref.ref(storage)
             if arrival is not None:
                 torch.cuda.current_stream(self._device).wait_event(arrival)
+
         before = self._before()
         if before is not None:
             before.fetch()
@@ -174,4 +191,6 @@ def _nothing() -> None:
 
 
 def _unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
-    return packed if isinstance(packed, Tensor) else packed()
+    if isinstance(packed, Tensor):
+        return packed
+    return packed()

@@ -32,7 +32,8 @@ def split_indices(labels: np.ndarray, split: str) -> np.ndarray:
     """
     held_out = np.zeros(len(labels), dtype=bool)
     held_out[np.argsort(labels, kind="stable")[::5]] = True
-    return np.flatnonzero(held_out if split == "val" else ~held_out)
+    is_in_split = held_out if split == "val" else ~held_out
+    return np.flatnonzero(is_in_split)
 
 
 class Digits(BatchedDataset):
@@ -58,8 +59,12 @@ class Digits(BatchedDataset):
         self.epoch = 0
         self.augment = augment and split == "train"
         self.targets = labels[positions].astype(np.int64)  # also for `data.sampling.weights=balanced`
+
+        # Without augmentation: normalised, [N, 1, 8, 8].
         pixels = (images[positions] / STD).astype(np.float32)
-        self._images = (pixels - np.float32(MEAN / STD))[:, None]
+        normalised = pixels - np.float32(MEAN / STD)
+        self._images = normalised[:, None]
+
         # Every shift of every image, [N, 3, 3, 8, 8]: a view, no copies.
         border = (MAX_SHIFT, MAX_SHIFT)
         padded = np.pad(pixels, ((0, 0), border, border))
@@ -75,7 +80,10 @@ class Digits(BatchedDataset):
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         positions = self._positions(indices)
         # For small batches numpy's take is 3-6 times quicker than indexing a tensor with a list or a tensor.
-        pixels = self._augmented(positions) if self.augment else self._images.take(positions, axis=0)
+        if self.augment:
+            pixels = self._augmented(positions)
+        else:
+            pixels = self._images.take(positions, axis=0)
         targets = self.targets.take(positions)
         return {"inputs": torch.from_numpy(pixels), "targets": torch.from_numpy(targets)}
 
@@ -86,10 +94,14 @@ class Digits(BatchedDataset):
         draws_per_view = 3
         first_draw = draws_per_view * view
         draws = uniform(self.seed, self.epoch, positions, first_draw + draws_per_view)[:, first_draw:]
-        rows, columns = (draws[:, :2] * (2 * MAX_SHIFT + 1)).astype(np.int64).T
-        scale = (1 + INTENSITY * (2 * draws[:, 2] - 1)).astype(np.float32)
+
+        # The first two draws choose one of the shifts, the third the intensity.
+        shifts = 2 * MAX_SHIFT + 1  # in each direction
+        rows, columns = (draws[:, :2] * shifts).astype(np.int64).T
+        intensities = 1 + INTENSITY * (2 * draws[:, 2] - 1)
+
         pixels = self._shifted[positions, rows, columns][:, None]
-        pixels *= scale[:, None, None, None]
+        pixels *= intensities.astype(np.float32)[:, None, None, None]
         pixels -= np.float32(MEAN / STD)
         return pixels
 
@@ -106,5 +118,7 @@ class DigitPairs(Digits):
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         positions = self._positions(indices)
-        pixels = np.stack([self._augmented(positions, view) for view in range(2)], axis=1)
-        return {"inputs": torch.from_numpy(pixels), "targets": torch.from_numpy(self.targets.take(positions))}
+        views = [self._augmented(positions, view) for view in range(2)]
+        pixels = np.stack(views, axis=1)
+        targets = self.targets.take(positions)
+        return {"inputs": torch.from_numpy(pixels), "targets": torch.from_numpy(targets)}

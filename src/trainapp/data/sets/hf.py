@@ -46,6 +46,8 @@ def open_dataset(
     _require_column(rows, "text", text)
     if label:
         _require_column(rows, "label", label)
+
+    # Without a tokenizer, one is trained on the training texts.
     if tokenizer is None:
         fingerprint = cache_key(train_rows._fingerprint, len(train_rows), text)
         bpe_folder = train_bpe(lambda: _texts(train_rows[text], text), fingerprint, vocab_size, directory)
@@ -90,10 +92,14 @@ class Blocks(Tokenized):
         pending: list[int] = []  # tokens after the last full block, whose last target is the first input of the next
 
         def split_into_blocks(batch: dict[str, Any], row_numbers: list[int]) -> dict[str, Any]:
+            # Append the tokens of these texts to what earlier ones have left.
             texts = list(_texts(batch[text], text, row_numbers[0]))
-            for ids in self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+            coded = self.tokenizer(texts, add_special_tokens=False, verbose=False)
+            for ids in coded["input_ids"]:
                 pending.extend(ids)
                 pending.extend(separator)
+
+            # Cut off the full blocks.
             starts = range(0, len(pending) - context_length, context_length)
             blocks = [pending[start : start + context_length + 1] for start in starts]
             del pending[: len(starts) * context_length]
@@ -128,8 +134,9 @@ class Labelled(Tokenized):
 
         def truncate(batch: dict[str, Any], row_numbers: list[int]) -> dict[str, Any]:
             texts = list(_texts(batch[text], text, row_numbers[0]))
-            ids_by_text = self.tokenizer(texts, truncation=True, max_length=context_length)["input_ids"]
-            return {"tokens": [ids or [self.padding] for ids in ids_by_text]}  # a model needs at least one token
+            coded = self.tokenizer(texts, truncation=True, max_length=context_length)
+            tokens = [ids or [self.padding] for ids in coded["input_ids"]]  # a model needs at least one token
+            return {"tokens": tokens}
 
         self._tokenize(rows, truncate, directory, "labelled", text, context_length)
         self.spec: dict[str, Any] = {
@@ -143,8 +150,9 @@ class Labelled(Tokenized):
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         positions = self._positions(indices).tolist()
         texts = [torch.from_numpy(tokens) for tokens in self._tokens(positions)]
-        mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
+        masks = [torch.ones_like(text) for text in texts]
         inputs = pad_sequence(texts, batch_first=True, padding_value=self.padding)
+        mask = pad_sequence(masks, batch_first=True)
         batch = {"inputs": inputs, "attention_mask": mask}
         if self._targets is not None:
             batch["targets"] = self._targets[positions]

@@ -39,22 +39,30 @@ def open_rows(path: str | Sequence[str], name: str | None, directory: Path, sett
     except Exception as error:  # a missing or damaged file, a name unknown to the hub, no network
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"data.{setting}={path}: cannot be read: {reason}") from error
-    return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+    if isinstance(loaded, dict):
+        return dict(loaded)
+    return {"train": loaded}
 
 
 def _load(paths: list[str], name: str | None, cache: str) -> Any:
     """Load files of one kind, a folder, or a data set of the hub: one data set, or a dict of its splits."""
     import datasets
 
+    # A folder, as the package has saved it or with files that it knows.
     first = paths[0] if paths else ""
     if len(paths) == 1 and os.path.isdir(first):
-        was_saved_by_datasets = not {"state.json", "dataset_dict.json"}.isdisjoint(os.listdir(first))
+        names = os.listdir(first)
+        was_saved_by_datasets = "state.json" in names or "dataset_dict.json" in names
         if was_saved_by_datasets:
             return datasets.load_from_disk(first)
         return datasets.load_dataset(first, cache_dir=cache)
+
+    # Files of one kind.
     builders = {BUILDERS.get(Path(path).suffix) for path in paths}
     if len(builders) == 1 and None not in builders:
         return datasets.load_dataset(builders.pop(), data_files=paths, cache_dir=cache)
+
+    # Otherwise a name on the hub.
     looks_like_files = os.path.exists(first) or first.startswith((".", "/")) or "*" in first
     if len(paths) == 1 and not looks_like_files:
         return datasets.load_dataset(first, name)
@@ -77,12 +85,18 @@ def split_rows(
     for setting, chosen in (("train_split", train_split), ("val_split", val_split)):
         if chosen is not None and chosen not in splits:
             raise UserError(f"data.{setting}={chosen}: there is no such split; splits: {listed(sorted(splits))}")
+
+    # The data set's own validation rows.
     all_train_rows = splits[train_split]
-    val_name = val_split or next((name for name in VALIDATION if name in splits), None)
+    val_name = val_split
+    if val_name is None:
+        usual_names = [name for name in VALIDATION if name in splits]
+        val_name = usual_names[0] if usual_names else None
     if val_name is not None:
         rows = all_train_rows if split == "train" else splits[val_name]
         return rows, all_train_rows
 
+    # Without any, the last training rows.
     total = len(all_train_rows)
     border = total - int(total * val_fraction)
     train_rows = all_train_rows.select(range(border))
@@ -103,23 +117,29 @@ def number_classes(rows: Any, train_rows: Any, label: str, names: list[str] | No
         label: the column.
         names: `data.classes`.
     """
-    column_names = dict(enumerate(getattr(rows.features[label], "names", ())))  # of a column with class names
+    # The labels' names: those of the column if it has any, otherwise the values themselves.
+    names_of_column = getattr(rows.features[label], "names", ())
+    name_by_value = dict(enumerate(names_of_column))
     try:
-        labels = [str(column_names.get(value, value)) for value in rows[label]]
-        train_names = list(column_names.values())
+        labels = [str(name_by_value.get(value, value)) for value in rows[label]]
+        train_names = list(name_by_value.values())
         if not train_names:
-            train_names = [str(value) for value in sorted(set(train_rows[label]) - {None})]
+            train_values = set(train_rows[label]) - {None}
+            train_names = [str(value) for value in sorted(train_values)]
     except TypeError:  # lists, or labels of several types
         raise UserError(
             f"data.label={label}: a text has one class, a number or a name, all of the same type; write one per row, "
             "or use your own data and loss"
         ) from None
+
     class_names = train_names if names is None else names
-    numbers = {name: number for number, name in enumerate(class_names)}
-    missing = sorted(set(labels) - set(numbers))
+    number_by_name = {name: number for number, name in enumerate(class_names)}
+    missing = sorted(set(labels) - set(number_by_name))
     if missing:
         owner = "the training rows have" if names is None else "data.classes names"
         raise UserError(
-            f"data.label={label}: {listed(missing)} have no class: not among {listed(list(numbers))}, which {owner}"
+            f"data.label={label}: {listed(missing)} have no class: not among {listed(list(number_by_name))}, which "
+            f"{owner}"
         )
-    return list(numbers), torch.tensor([numbers[name] for name in labels])
+    numbers = [number_by_name[name] for name in labels]
+    return list(number_by_name), torch.tensor(numbers)

@@ -31,6 +31,8 @@ def find_images(
             f"data.path={path}: there is no such folder, searched from {os.getcwd()}; name the one that holds the "
             "class folders"
         )
+
+    # The classes are those of the training images.
     training, validation = _split_folders(root, path)
     folder = validation if split == "val" and validation is not None else training
     names = _class_names(path, training, classes)
@@ -42,6 +44,7 @@ def find_images(
             f"{listed(names)}; rename or remove folders that are no class"
         )
 
+    # Only a separate validation folder may lack images of a class.
     files_by_class = [_images_in(os.path.join(folder, name)) for name in names]
     empty = [name for name, files in zip(names, files_by_class, strict=True) if not files]
     both_splits_share_folder = validation is None
@@ -52,8 +55,11 @@ def find_images(
         )
     if both_splits_share_folder:
         files_by_class = [_files_of_split(files, folder, split, val_fraction, split_seed) for files in files_by_class]
-    labels = np.repeat(np.arange(len(names)), [len(files) for files in files_by_class])
-    return names, list(itertools.chain.from_iterable(files_by_class)), labels
+
+    class_sizes = [len(files) for files in files_by_class]
+    labels = np.repeat(np.arange(len(names)), class_sizes)
+    all_files = list(itertools.chain.from_iterable(files_by_class))
+    return names, all_files, labels
 
 
 def _split_folders(root: str, path: str) -> tuple[str, str | None]:
@@ -70,6 +76,8 @@ def _split_folders(root: str, path: str) -> tuple[str, str | None]:
                 "data.path=%s: %s are taken for classes, since there is no train/", path, listed(sorted(folders))
             )
         return root, None
+
+    # The classes lie below the splits' folders.
     ignored = sorted(folders - SPLITS)
     if ignored:
         log.warning("data.path=%s: the classes are those of train/; %s beside it are ignored", path, listed(ignored))
@@ -99,7 +107,8 @@ def _class_names(path: str, training: str, classes: Sequence[str] | None) -> lis
 def _folders_in(folder: str) -> list[str]:
     """Return the names of a folder's subfolders, sorted, without hidden ones."""
     with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        visible = [entry for entry in entries if not entry.name.startswith(".")]
+        return sorted(entry.name for entry in visible if entry.is_dir())
 
 
 def _images_in(folder: str) -> list[str]:
@@ -112,7 +121,8 @@ def _images_in(folder: str) -> list[str]:
     for parent, subfolders, files in os.walk(folder, followlinks=True, onerror=_raise_error):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))  # those that are walked next
         for name in files:
-            if name.lower().endswith(SUFFIXES) and not name.startswith("."):
+            is_image = name.lower().endswith(SUFFIXES)
+            if is_image and not name.startswith("."):
                 paths.append(os.path.join(parent, name))
     return sorted(paths)
 
@@ -137,4 +147,6 @@ def _files_of_split(files: list[str], root: str, split: str, fraction: float, se
         return hashlib.blake2b(name.encode(errors="surrogateescape")).digest()
 
     shuffled = sorted(files, key=hash_of)
-    return sorted(shuffled[:held_out] if split == "val" else shuffled[held_out:])
+    if split == "val":
+        return sorted(shuffled[:held_out])
+    return sorted(shuffled[held_out:])

@@ -70,7 +70,8 @@ class Images(torch.utils.data.Dataset):
             raise UserError(f"data.scale={list(scale)}: the smallest share must not be above the largest")
         self.class_names, files, self.targets = find_images(path, split, val_fraction, split_seed, classes)
         # One block of memory: reference counts would make each loader process copy a list of strings.
-        self._files = np.array([os.fsencode(file) for file in files], dtype=bytes)
+        encoded_files = [os.fsencode(file) for file in files]
+        self._files = np.array(encoded_files, dtype=bytes)
         # By file, whether a warning has named it; shared with the loader processes.
         self._is_named = torch.zeros(len(files), dtype=torch.uint8).share_memory_()
         self.path = path
@@ -97,7 +98,8 @@ class Images(torch.utils.data.Dataset):
         if not 0 <= index < len(self):
             raise IndexError(f"sample indices must lie in [0, {len(self)}), got {index}")
         pixels, label = self._view(index)
-        if not self.is_training or not (self.mixup or self.cutmix):
+        mixes = self.is_training and (self.mixup or self.cutmix)
+        if not mixes:
             return {"inputs": torch.from_numpy(pixels), "targets": label}
         pixels, shares = self._mixed(pixels, label)
         return {"inputs": torch.from_numpy(pixels), "targets": torch.from_numpy(shares)}
@@ -107,8 +109,11 @@ class Images(torch.utils.data.Dataset):
         image, label = self._readable_image(index)
         width, height = image.size
         if not self.is_training:
-            return self._resized(image, center_box(width, height)), label
-        pixels = self._resized(image, random_box(width, height, self.scale))
+            box = center_box(width, height)
+            return self._resized(image, box), label
+
+        box = random_box(width, height, self.scale)
+        pixels = self._resized(image, box)
         if np.random.random() < self.flip:
             pixels = np.ascontiguousarray(pixels[..., ::-1])
         return pixels, label
@@ -117,18 +122,23 @@ class Images(torch.utils.data.Dataset):
         """Return the sample mixed with another image, and the shares of the classes, float32 [classes]. May write to
         `pixels`.
         """
-        if self.mixup and self.cutmix:  # either of them
+        # Draw the method, if there are two, the other image's share of the sample, and the other image.
+        if self.mixup and self.cutmix:
             uses_cutmix = np.random.random() < 0.5
         else:
             uses_cutmix = self.cutmix > 0
         alpha = self.cutmix if uses_cutmix else self.mixup
         other_share = np.random.beta(alpha, alpha)
-        other_pixels, other_label = self._view(np.random.randint(len(self)))
+        other_index = np.random.randint(len(self))
+        other_pixels, other_label = self._view(other_index)
+
         if uses_cutmix:
             other_share = self._paste_square(other_pixels, pixels, other_share)
         else:
             pixels = np.float32(1 - other_share) * pixels + np.float32(other_share) * other_pixels
-        shares = np.zeros(len(self.class_names), dtype=np.float32)  # both images may have the same class
+
+        # Added up, since both images may have the same class.
+        shares = np.zeros(len(self.class_names), dtype=np.float32)
         shares[label] += 1 - other_share
         shares[other_label] += other_share
         return pixels, shares
@@ -137,26 +147,31 @@ class Images(torch.utils.data.Dataset):
         """Copy a square with this share of the area, centred anywhere and clipped at the border, between two images.
         Return its share after clipping.
         """
-        half = self.image_size * math.sqrt(share) / 2
+        half_side = self.image_size * math.sqrt(share) / 2
         center = np.random.uniform(0, self.image_size, 2)
-        corners = np.round([center - half, center + half]).clip(0, self.image_size).astype(int)
-        (left, top), (right, bottom) = corners
+        corners = np.round([center - half_side, center + half_side])
+        corners_inside = corners.clip(0, self.image_size).astype(int)
+        (left, top), (right, bottom) = corners_inside
+
         target[:, top:bottom, left:right] = source[:, top:bottom, left:right]
-        return (right - left) * (bottom - top) / self.image_size**2
+        pasted_area = (right - left) * (bottom - top)
+        return pasted_area / self.image_size**2
 
     def _resized(self, image: Any, box: Box) -> np.ndarray:
         """Return the box of an RGB image as float32 [3, image_size, image_size], normalised."""
         from PIL.Image import Resampling
 
         size = (self.image_size, self.image_size)
-        pixels = np.asarray(image.resize(size, Resampling.BILINEAR, box=box), dtype=np.float32)
+        resized_image = image.resize(size, Resampling.BILINEAR, box=box)
+        pixels = np.asarray(resized_image, dtype=np.float32)  # [height, width, 3], in 0..255
         pixels = (pixels / np.float32(255) - self._mean) / self._std
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
     def _readable_image(self, index: int) -> tuple[Any, int]:
         """Return the image and its class; with on_error=skip, of the next readable image. Raises UserError."""
         reason = ""
-        for candidate in itertools.chain(range(index, len(self)), range(index)):
+        indices_from_here = itertools.chain(range(index, len(self)), range(index))
+        for candidate in indices_from_here:
             path = os.fsdecode(self._files[candidate])
             try:
                 return read(path), int(self.targets[candidate])
@@ -169,6 +184,8 @@ class Images(torch.utils.data.Dataset):
                     f"data.on_error=stop: {reason}; repair or remove the file, or use data.on_error=skip, which takes "
                     "the next image in its place"
                 )
+
+            # Each file is named once per run, not in every epoch.
             if not self._is_named[candidate]:
                 self._is_named[candidate] = 1
                 skipped = int(self._is_named.sum())
@@ -191,11 +208,13 @@ def read(path: str) -> Any:
         image = ImageOps.exif_transpose(file)
     if image.mode in ("F", "I"):
         raise ValueError("its pixels have no standard range; convert it to 8 or 16 bits")
-    if image.mode.startswith("I"):
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode.startswith("I"):  # 16 bits
+        upper_bits = np.asarray(image) >> 8
+        image = Image.fromarray(upper_bits.astype(np.uint8))
     elif image.has_transparency_data:
         image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        background = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(background, image)
     return image.convert("RGB")
 
 
@@ -209,10 +228,14 @@ def random_box(width: int, height: int, scale: tuple[float, float]) -> Box:
     """
     smallest_log_ratio, largest_log_ratio = np.log(RATIO)
     for _ in range(10):
+        # The ratio is drawn on a logarithmic scale, so that wide and tall crops are equally likely.
         area = width * height * np.random.uniform(*scale)
-        ratio = math.exp(np.random.uniform(smallest_log_ratio, largest_log_ratio))
+        log_ratio = np.random.uniform(smallest_log_ratio, largest_log_ratio)
+        ratio = math.exp(log_ratio)
         crop_width = round(math.sqrt(area * ratio))
         crop_height = round(math.sqrt(area / ratio))
+
+        # A crop that fits may lie anywhere.
         if 0 < crop_width <= width and 0 < crop_height <= height:
             left = np.random.randint(width - crop_width + 1)
             top = np.random.randint(height - crop_height + 1)

@@ -69,6 +69,8 @@ class SupervisedFineTuning(Tokenized):
         self._messages_key = messages
         self._longest = context_length
         self._pack = pack
+
+        # Read the rows, and tokenize them once: the cache is keyed by all that determines the tokens.
         directory = cache_directory(cache_dir)
         splits = open_rows(files, None, directory, "files")
         rows, train_rows = split_rows(splits, split, "train", None, val_fraction)
@@ -76,6 +78,8 @@ class SupervisedFineTuning(Tokenized):
         template = str(getattr(self.tokenizer, "chat_template", None))
         keys = (prompt, answer, messages)
         self._tokenize(rows, self._examples, directory, "sft", template, keys, context_length)
+
+        # The indices of the examples in each sequence.
         sizes = self._example_sizes(split, len(rows))
         if pack:
             self._sequences = pack_documents(sizes, context_length)
@@ -112,11 +116,13 @@ class SupervisedFineTuning(Tokenized):
         prompt = row.get(self._prompt_key)
         answer = row.get(self._answer_key)
         if not (isinstance(prompt, str) and isinstance(answer, str)):
+            keys = ", ".join(map(repr, row))
             raise UserError(
                 f"data.files: {row_name}: an example needs texts under {self._prompt_key!r} and {self._answer_key!r} "
                 f"(data.prompt, data.answer), or a list under {self._messages_key!r} (data.messages); this one has "
-                f"{', '.join(map(repr, row)) or 'nothing'}"
+                f"{keys or 'nothing'}"
             )
+
         # Tokenised separately, so that no token spans both: when the model is used, only the prompt is there.
         prompt_ids = self._prompt_tokens(prompt)
         answer_ids = super().encode(answer)
@@ -137,12 +143,15 @@ class SupervisedFineTuning(Tokenized):
         is an answer.
         """
         _check_messages(row_name, messages)
+
+        # Some templates mark the answers themselves.
         if MARKS_ANSWERS.search(str(self.tokenizer.chat_template)):
             coded = self._written(
                 row_name, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
             return _mark_answers(coded["input_ids"], coded["assistant_masks"])
 
+        # For all others, a token belongs to an answer if its characters lie inside it.
         text = self._written(row_name, messages)
         answers = self._locate_answers(row_name, messages, text)
         coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -158,7 +167,11 @@ class SupervisedFineTuning(Tokenized):
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._written(row_name, messages[:number], add_generation_prompt=True) if number else ""
+
+            # The answer is what the template adds for it to the text up to the message before.
+            before = ""
+            if number > 0:
+                before = self._written(row_name, messages[:number], add_generation_prompt=True)
             after = self._written(row_name, messages[: number + 1])
             if not (text.startswith(before) and text.startswith(after)):
                 raise UserError(
@@ -183,6 +196,7 @@ class SupervisedFineTuning(Tokenized):
         chunks = self._documents[:]["tokens"].chunks if len(self._documents) else []
         lengths_by_chunk = [chunk.value_lengths().to_numpy() for chunk in chunks]
         lengths = np.concatenate([np.empty(0, np.int64), *lengths_by_chunk])
+
         cut = int((lengths > self._longest + 1).sum())
         left_out = rows - len(lengths)
         if cut or left_out:
@@ -215,18 +229,20 @@ class SupervisedFineTuning(Tokenized):
         return len(self._sequences)
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        # Fetch the examples of all sequences at once, and divide them among the sequences again.
         sequences = [self._sequences[position] for position in self._positions(indices)]  # each: examples' indices
-        fetched = iter(self._tokens(list(itertools.chain.from_iterable(sequences))))
-        examples_by_sequence = []
-        for sequence in sequences:
-            examples = [tokens[: self._longest + 1] for tokens in itertools.islice(fetched, len(sequence))]
-            examples_by_sequence.append(examples)
+        example_indices = list(itertools.chain.from_iterable(sequences))
+        examples = [tokens[: self._longest + 1] for tokens in self._tokens(example_indices)]
+        remaining = iter(examples)
+        examples_by_sequence = [list(itertools.islice(remaining, len(sequence))) for sequence in sequences]
+
+        # Inputs are one shorter than the tokens, whose last is only a target.
         if self._pack:
             width = self._longest
         else:
-            width = max(len(tokens) - 1 for (tokens,) in examples_by_sequence)
+            width = max(len(tokens) - 1 for tokens in examples)
 
-        rows = [self._row(examples, width) for examples in examples_by_sequence]
+        rows = [self._row(row_examples, width) for row_examples in examples_by_sequence]
         batch = {}
         for key in rows[0]:
             batch[key] = torch.from_numpy(np.stack([row[key] for row in rows]))
@@ -236,37 +252,46 @@ class SupervisedFineTuning(Tokenized):
         """Return the inputs, the targets and, if packed, the positions of the examples and of padding after them, int64
         [width] each.
         """
-        free = width - sum(len(tokens) - 1 for tokens in examples)
-        padding = np.full(free + 1, self.padding)
+        # Padding is one more document, after the examples.
+        used = sum(len(tokens) - 1 for tokens in examples)
+        padding = np.full(width - used + 1, self.padding)
         documents = [*examples, padding]
+
+        # Each token's target is the next one of its document, if that belongs to an answer.
         tokens = np.concatenate([document[:-1] for document in documents])
         next_tokens = np.concatenate([document[1:] for document in documents])
         targets = np.where(next_tokens & ANSWER, next_tokens & ~ANSWER, IGNORED)
         row = {"inputs": tokens & ~ANSWER, "targets": targets}
         if self._pack:
-            row["position_ids"] = np.concatenate([np.arange(len(document) - 1) for document in documents])
+            positions = [np.arange(len(document) - 1) for document in documents]
+            row["position_ids"] = np.concatenate(positions)
         return row
 
 
-def pack_documents(sizes: np.ndarray, room: int) -> list[list[int]]:
-    """Pack documents of these sizes into sequences of `room`, best-fit decreasing: at most 11/9 of the optimum, plus 1.
+def pack_documents(sizes: np.ndarray, capacity: int) -> list[list[int]]:
+    """Pack documents of these sizes into sequences of `capacity`, best-fit decreasing: at most 11/9 of the optimum,
+    plus 1.
 
     Documents in a sequence, and sequences, are in the order of the data.
     """
     sequences: list[list[int]] = []
-    free_rooms: list[tuple[int, int]] = []  # free room and number of each sequence that is not full, sorted
-    for index in np.argsort(-sizes, kind="stable").tolist():  # the largest first, each where the least room is left
+    open_sequences: list[tuple[int, int]] = []  # free tokens and number of each sequence that is not full, sorted
+    largest_first = np.argsort(-sizes, kind="stable").tolist()
+    for index in largest_first:
         size = int(sizes[index])
-        tightest = bisect.bisect_left(free_rooms, (size, 0))
-        if tightest < len(free_rooms):
-            free, number = free_rooms.pop(tightest)
+
+        # Of the sequences with enough free tokens, the one with the fewest; otherwise a new one.
+        tightest = bisect.bisect_left(open_sequences, (size, 0))
+        if tightest < len(open_sequences):
+            free, number = open_sequences.pop(tightest)
         else:
-            free = room
+            free = capacity
             number = len(sequences)
             sequences.append([])
+
         sequences[number].append(index)
         if free > size:
-            bisect.insort(free_rooms, (free - size, number))
+            bisect.insort(open_sequences, (free - size, number))
     return sorted(sorted(sequence) for sequence in sequences)
 
 
@@ -304,4 +329,5 @@ def _is_message(value: Any) -> bool:
 
 def _mark_answers(ids: list[int], is_answer: list[bool]) -> np.ndarray:
     """Return the tokens, int32 [n], with `ANSWER` set in those of answers."""
-    return np.asarray(ids, np.int32) | np.where(is_answer, ANSWER, 0).astype(np.int32)
+    flags = np.where(is_answer, ANSWER, 0).astype(np.int32)
+    return np.asarray(ids, np.int32) | flags

@@ -55,11 +55,15 @@ class SyntheticImages(BatchedDataset):
         self.stream = STREAMS[split]
         self.num_classes = num_classes
         generator = np.random.default_rng(seed)
-        scale = np.float32(1 / np.sqrt(1 + noise**2))
-        patches = generator.standard_normal((num_classes, channels, GRID, GRID), dtype=np.float32) * scale
+        scale = np.float32(1 / np.sqrt(1 + noise**2))  # gives the sum of prototype and noise unit variance
+
+        # A prototype per class: its patches' colours, enlarged to the image's size.
+        patches = generator.standard_normal((num_classes, channels, GRID, GRID), dtype=np.float32)
         rows = np.arange(height) * GRID // height  # the patch that each row of pixels lies in
         columns = np.arange(width) * GRID // width
-        self._prototypes = np.ascontiguousarray(patches[:, :, rows[:, None], columns])
+        prototypes = (patches * scale)[:, :, rows[:, None], columns]
+        self._prototypes = np.ascontiguousarray(prototypes)
+
         # A sample's noise is a slice of one long random sequence: copying is 20 times faster than drawing.
         length = NOISE_OFFSETS + channels * height * width
         self._noise = generator.standard_normal(length, dtype=np.float32) * (scale * np.float32(noise))
@@ -74,11 +78,14 @@ class SyntheticImages(BatchedDataset):
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         positions = self._positions(indices)
+        targets = positions % self.num_classes
+
+        # The offset of each sample's slice of the noise.
         draws = uniform(self.seed, self.stream, positions, 1)[:, 0]
         offsets = (draws * NOISE_OFFSETS).astype(np.int64)
-        targets = positions % self.num_classes
-        images = np.empty((len(positions), *self.spec["image_shape"]), dtype=np.float32)
+
         # A loop, because gathering both parts first costs 8 times as much for large images.
+        images = np.empty((len(positions), *self.spec["image_shape"]), dtype=np.float32)
         for image, offset, target in zip(images, offsets.tolist(), targets.tolist(), strict=True):
             noise = self._noise[offset : offset + image.size].reshape(image.shape)
             np.add(self._prototypes[target], noise, out=image)
@@ -133,14 +140,20 @@ class SyntheticTokens(BatchedDataset):
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         # One row per sample. Column 0 draws the length, column 1 the first token, the others one step each.
-        draws = uniform(self.seed, self.stream, self._positions(indices), self.context_length + 2)
-        step_choices = np.searchsorted(np.cumsum(PROBABILITIES)[:-1], draws[:, 1:], side="right")
+        positions = self._positions(indices)
+        draws = uniform(self.seed, self.stream, positions, self.context_length + 2)
+
+        # Walk around the cycle: the first step leads from its start to the first token.
+        probabilities_up_to = np.cumsum(PROBABILITIES)[:-1]
+        step_choices = np.searchsorted(probabilities_up_to, draws[:, 1:], side="right")
         steps = STEPS[step_choices]
-        steps[:, 0] = draws[:, 1] * self.vocab_size  # from place 0 to the first token's
-        places_on_cycle = np.cumsum(steps, axis=1) % self.vocab_size
-        tokens = self._cycle[places_on_cycle]
+        steps[:, 0] = draws[:, 1] * self.vocab_size
+        cycle_positions = np.cumsum(steps, axis=1) % self.vocab_size
+        tokens = self._cycle[cycle_positions]
         inputs = tokens[:, :-1].copy()
         targets = tokens[:, 1:].copy()
+
+        # Draw the lengths, and pad the sequences to the longest of the batch.
         if self.min_length is not None:
             choices = self.context_length - self.min_length + 1
             lengths = self.min_length + (draws[:, 0] * choices).astype(np.int64)

@@ -43,6 +43,8 @@ class Text(BatchedDataset):
         if files is None:
             files = os.path.join(glob.escape(sysconfig.get_path("stdlib")), "*.py")
         text = read_bytes(find_files(files))
+
+        # The end of the text is for validation.
         border = len(text) - int(len(text) * val_fraction)
         split_text = text[border:] if split == "val" else text[:border]
         window = context_length + 1  # with the last target
@@ -52,6 +54,7 @@ class Text(BatchedDataset):
                 f"{len(split_text)} for the {split} split; one window of data.context_length={context_length} needs "
                 f"{window}: give more text, a shorter context or another fraction"
             )
+
         # Nothing is copied: the last target of a window is the first input of the next.
         self._windows = sliding_window_view(split_text, window)[::context_length]
         self.spec: dict[str, Any] = {"vocab_size": 256, "context_length": context_length}
@@ -60,7 +63,8 @@ class Text(BatchedDataset):
         return len(self._windows)
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        windows = torch.from_numpy(self._windows[self._positions(indices)].astype(np.int64))
+        positions = self._positions(indices)
+        windows = torch.from_numpy(self._windows[positions].astype(np.int64))
         return {"inputs": windows[:, :-1].contiguous(), "targets": windows[:, 1:].contiguous()}
 
     def encode(self, text: str) -> list[int]:
@@ -81,7 +85,9 @@ def find_files(files: str | Sequence[str]) -> list[str]:
     paths: list[str] = []
     for pattern in patterns:
         path = os.path.expanduser(pattern)
-        matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
+        matches = [path]
+        if not os.path.exists(path):  # a file's name may have a glob's characters
+            matches = sorted(glob.glob(path, recursive=True))
         matching_files = [match for match in matches if not os.path.isdir(match)]
         if not matching_files:
             raise UserError(

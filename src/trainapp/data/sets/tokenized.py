@@ -47,17 +47,23 @@ class Tokenized(BatchedDataset):
         """
         import datasets
 
+        # The key of the cache: all that determines the tokens.
+        rules = self.vocabulary
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        rules = self.vocabulary if backend is None else backend.to_str()
+        if backend is not None:
+            rules = backend.to_str()
         special_tokens = {name: str(value) for name, value in self.tokenizer.special_tokens_map.items()}
         key = cache_key(rows._fingerprint, len(rows), type(self.tokenizer).__name__, rules, special_tokens, *parts)
+
+        # The first rank tokenizes; all others find its file.
+        tokens_column = datasets.Sequence(datasets.Value("int32"))
         with locked_cache(directory, f"tokens-{key}"):
             self._documents = rows.map(
                 function,
                 with_indices=True,
                 batched=True,
                 remove_columns=rows.column_names,
-                features=datasets.Features(tokens=datasets.Sequence(datasets.Value("int32"))),
+                features=datasets.Features(tokens=tokens_column),
                 cache_file_name=str(directory / f"tokens-{key}.arrow"),
                 new_fingerprint=key,  # the default hashes the tokenizer, which changes when used
             ).with_format("arrow")
@@ -67,9 +73,11 @@ class Tokenized(BatchedDataset):
 
     def _tokens(self, indices: list[int]) -> list[np.ndarray]:
         """Return the tokens of these documents, int64 [n] each."""
-        tokens = self._documents[indices]["tokens"].combine_chunks()
-        ends = np.cumsum(tokens.value_lengths().to_numpy())
-        return np.split(tokens.flatten().to_numpy().astype(np.int64), ends[:-1])
+        # Arrow holds the documents end to end, with their lengths.
+        documents = self._documents[indices]["tokens"].combine_chunks()
+        tokens = documents.flatten().to_numpy().astype(np.int64)
+        ends = np.cumsum(documents.value_lengths().to_numpy())
+        return np.split(tokens, ends[:-1])
 
     def save_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer into a folder."""
@@ -138,7 +146,8 @@ def train_bpe(texts: Callable[[], Iterable[str]], fingerprint: str, vocab_size: 
 
 def cache_key(*parts: Any) -> str:
     """Return a cache key from plain values."""
-    return hashlib.sha256("\0".join(map(repr, parts)).encode()).hexdigest()
+    text = "\0".join(map(repr, parts))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextlib.contextmanager
