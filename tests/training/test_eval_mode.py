@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from trainapp.assembly import probe
+from trainapp.config import compose
 from trainapp.errors import UserError
+from trainapp.run import runner
 from trainapp.state.snapshot import Snapshot
 from trainapp.training import loop
 
@@ -33,6 +35,21 @@ def test_agrees_with_what_training_logged(tmp_path):
     assert line["loss"] == pytest.approx(logged[6]["loss"], rel=1e-5)
     assert again.objective == pytest.approx(logged[6]["accuracy"], rel=1e-2)
     assert logged[3]["loss"] != logged[6]["loss"]
+
+
+def test_the_global_batch_is_that_of_the_run(tmp_path):
+    """A contrastive loss depends on it. A loaded model does not: its data may be too few for the default one."""
+    pairs = ("model=mlp", "model.width=16", "data._target_=trainapp.data.sets.digits.DigitPairs", "data.drop_last=true")
+    quiet = ("train.device=cpu", "memory.guard=false", "tracker=[]", "train.max_epochs=null")
+    trained = (*quiet, *pairs, "batch.global_size=128", "train.max_steps=2", "every.eval=2", "every.save=2")
+    runner.run(compose.from_command_line(list(trained), str(tmp_path / "run")))
+    evaluated = (*quiet, "mode=eval", f"checkpointing.resume={tmp_path / 'run'}")
+    runner.run(compose.from_command_line(list(evaluated), str(tmp_path / "eval")))
+    (logged,) = helpers.evaluations(tmp_path / "run")
+    (again,) = helpers.evaluations(tmp_path / "eval")
+    assert again["loss"] == logged["loss"]
+    with pytest.raises(UserError, match="global_size"):  # named on the command line, it is taken
+        runner.run(compose.from_command_line([*evaluated, "batch.global_size=2000"], str(tmp_path / "other")))
 
 
 def test_agrees_with_plain_pytorch(tmp_path):

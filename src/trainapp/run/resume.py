@@ -71,10 +71,12 @@ def as_saved(config: Config, path: Path) -> Config:
     """Return the configuration with the checkpoint's seed and way of drawing: another seed mid-epoch would repeat and
     omit samples. A checkpoint of an earlier version has torch's own draws.
 
-    In modes other than train also with its `ema` and the sections that the command line does not choose. Raises
-    UserError for another seed or way of drawing on the command line.
+    In modes other than train also with its `ema`, its global batch, on whose size a loss of the whole batch depends,
+    and the sections that the command line does not choose. Raises UserError for another seed or way of drawing on the
+    command line.
     """
-    saved = {"draws": "device"} | read_manifest(path)["config"]["train"]
+    settings_of_run = read_manifest(path)["config"]
+    saved = {"draws": "device"} | settings_of_run["train"]
     seed = saved["seed"]
     draws = saved["draws"]
     if config.activity.trains:
@@ -87,7 +89,10 @@ def as_saved(config: Config, path: Path) -> Config:
     if config.chooses("train.draws"):
         draws = config.train.draws
     train = dataclasses.replace(config.train, ema=saved["ema"], seed=seed, draws=draws)
-    return dataclasses.replace(config, train=train)
+    batch = config.batch
+    if not config.chooses("batch.global_size"):
+        batch = dataclasses.replace(batch, global_size=settings_of_run["batch"]["global_size"])
+    return dataclasses.replace(config, train=train, batch=batch)
 
 
 def _require_same_draws(config: Config, saved: dict[str, Any], path: Path) -> None:

@@ -57,7 +57,7 @@ def model(run_dir: Path, which: str | Path, user_packages: Sequence[str]) -> nn.
     path = resolve(name, "trainapp.load: which")
 
     # The settings that its model is built from.
-    config = _saved_sections(path, (*BUILT_FROM, "train"))
+    config = _saved_sections(path, (*BUILT_FROM, "train", "batch"))
     config = dataclasses.replace(config, user_packages=list(user_packages))
     trained = _trained(config, path)
     if config.adapter.base_dtype == "bf16":
