@@ -31,7 +31,8 @@ _IF_MEANT = "If it is intended, set train.check_loss=false"
 _WHY = (
     "Either it is a mean over positions times the number of samples, or padded positions are in the sum, or the model "
     "sees padding without a mask: sum and count the real positions only, and pass the model a mask. If the model sees "
-    "padding by design, such as convolutions over it, compare only runs with the same batch.micro_size"
+    "padding by design, such as convolutions over it, compare only runs with the same batch.micro_size and "
+    "batch.eval_micro_size"
 )
 Values = Mapping[str, float]  # of one result, by batch: `ab`, `a`, `b` and perhaps others
 

@@ -72,7 +72,7 @@ def _advise_against_single_sample(session: Session, error: Exception, samples_in
         return
     setting = "batch.micro_size=2"
     if samples_in_step == 1:
-        setting = "data.drop_last=true, if an epoch ends on one sample,"
+        setting = "data.drop_last=true, if an epoch ends on one sample for a rank,"
     add_note(error, f"the micro-batch has a single sample, which BatchNorm may not take: use {setting} or GroupNorm")
 
 

@@ -186,7 +186,7 @@ def written_without_copy(work: str, names: Sequence[str]) -> str:
     """
     return (
         f"{work} is the first to write {listed(names)} in place, of which there was no copy yet (from now on there "
-        "is): training continues with what it has written. Make them buffers, which are always copied"
+        "is): what it has written stays. Make them buffers, which are always copied"
     )
 
 
