@@ -1,9 +1,9 @@
-"""The leaves are replaced and the generator is seeded for the tests of draws."""
+"""The operations are replaced and the generator is seeded for the tests of draws."""
 
 import pytest
 import torch
 
-from trainapp.draws.leaves import install
+from trainapp.draws.random_operations import install
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainapp.draws.counter_based import BLOCK
 from trainapp.draws.layout import interleaved_layouts, layouts_by_shape
-from trainapp.draws.leaves import LEAVES
+from trainapp.draws.random_operations import OPERATIONS
 from trainapp.draws.record import DrawRecord
 from trainapp.draws.sample_draws import SampleDraws
 
@@ -147,7 +147,7 @@ def apart(draw_record):
 
 
 def test_every_kernel_that_draws_is_covered():
-    """By a kernel here, or by an operation that is made of them: what has no leaf for the CPU is composite."""
+    """By a kernel here, or by an operation that is made of them: what is not replaced on the CPU is composite."""
     known = {
         "_fused_sdp_choice",  # draws nothing
         "_scaled_dot_product_flash_attention_for_cpu",  # not chosen with dropout
@@ -160,7 +160,7 @@ def test_every_kernel_that_draws_is_covered():
             operator = getattr(getattr(torch.ops.aten, base), overload or "default")
             if torch.Tag.nondeterministic_seeded in operator.tags:
                 uncovered.add(name.removeprefix("aten::"))
-    assert uncovered - set(LEAVES) == known
+    assert uncovered - set(OPERATIONS) == known
 
 
 def test_a_draw_without_the_samples_is_the_same_in_all_micro_batches():

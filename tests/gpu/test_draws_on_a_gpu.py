@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trainapp.draws.leaves import install
+from trainapp.draws.random_operations import install
 from trainapp.draws.record import DrawRecord
 from trainapp.draws.sample_draws import SampleDraws
 

@@ -59,7 +59,7 @@ def test_a_split_step_that_needs_a_second_gradient(tmp_path, caplog, grow):
     limit = 2 * PARAMETERS + MATRIX - 100_000
     message, retries = ended(tmp_path, caplog, *PLAIN, f"oom.grow={grow}", limit=limit, share=512)
     assert len(retries) <= 4
-    assert retries[-1].endswith("-> 1, retrying the step (fewer samples asked for the same)")
+    assert retries[-1].endswith("-> 1, retrying the step (the request did not shrink with fewer samples)")
     first = message.splitlines()[0]
     assert first.startswith(
         "out of memory in backward with micro-batch 1: what it asks for does not depend on the micro-batch. A step of "

@@ -37,7 +37,7 @@ def test_a_process_that_cannot_recover_says_how_to_continue(tmp_path, phase, siz
     assert injector.fired[fault] == 1  # nothing is retried
     message = str(caught.value)
     assert message.startswith(f"out of memory at step 2 in {phase}")
-    assert "the allocator of expandable segments fails from now on in this process" in message
+    assert "the allocator of expandable segments is unusable for the rest of this process" in message
     assert f"\n  {config.command}" in message
     assert len(list((tmp_path / "oom").glob("*.json"))) == 1
 

@@ -11,8 +11,9 @@ is repeated. (That changes small terms of pairs and unbiased variances, too: tho
 The copies are compared once more with noise on their parameters: a layer that begins at zero hides what is before it.
 
 Metrics are checked as strictly, since an objective may be one: in fp64, to near rounding. One that does not add up is
-recomputed with every number changed by rounding: an argmax may flip, and summands of both signs cancel out. One of a
-value per sample beside a count of tokens adds up, too: two observed calls show what was summed, and a warning names it.
+recomputed with every number changed by rounding: an argmax may flip, and summands of both signs cancel out. A metric
+that sums one value per sample adds up also where the count is in tokens: two observed calls show what was summed, and a
+warning names it.
 
 Where a batch is more than its halves joined, mostly because it is padded, it is also compared with its halves as
 training makes them (`assembly.samples`). A count that includes padding is refused. A loss or metric that depends on the

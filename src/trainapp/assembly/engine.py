@@ -18,7 +18,7 @@ from trainapp.assembly.resources import Resources
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
-from trainapp.draws.leaves import belong_to_samples, install
+from trainapp.draws.random_operations import belong_to_samples, install
 from trainapp.draws.record import DrawRecord
 from trainapp.errors import UserError
 from trainapp.losses import losses
@@ -106,7 +106,8 @@ def assemble(config: Config, resources: Resources, ranks: Ranks, callbacks: Mapp
 
 def _try_task(config: Config, resources: Resources, model: nn.Module, ranks: Ranks) -> DrawRecord:
     """Try the task with the first samples, which must be before the model is compiled or sharded. Return what its
-    forwards draw. Raises UserError for a loss that is no sum, or that in chunks is another one. Collective.
+    forwards draw. Raises UserError for a loss that is not a sum, or that differs when computed in chunks.
+    Collective.
     """
     draw_record = learned_draws.learn_draws(config, resources, model, ranks)
     checks.require_sum(config, resources, model, ranks, draw_record)

@@ -3,8 +3,8 @@
 Shapes tell most of it: a task is called with four samples and with two of them, and the dimension that is twice as long
 is theirs. Where a sample has several rows they may be neighbours, as in the weights of attention, or one batch apart,
 as in `cat([view, view])`: the loss of the four is that of their halves only if rows are read as they are meant. This is
-seen best in fp64, with noise on the parameters. Whose draws are whose, and what could not be tried and why, is in
-`Resources.checks`.
+seen best in fp64, with noise on the parameters. `Resources.checks` records which
+draws belong to samples, what could not be tried, and why.
 """
 
 import functools
@@ -22,7 +22,7 @@ from trainapp.assembly.resources import Resources
 from trainapp.config.schema import Config
 from trainapp.data.batch import tensors_in
 from trainapp.draws.layout import DrawLayout, RandomDraw, interleaved_layouts, layouts_by_shape
-from trainapp.draws.leaves import belong_to_samples
+from trainapp.draws.random_operations import belong_to_samples
 from trainapp.draws.record import NUMBER_OF_DRAWS, DrawRecord, topic_of
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
@@ -110,7 +110,7 @@ def _learn_mode(config: Config, resources: Resources, model: nn.Module, mode: Mo
         except Exception as error:
             text += f", by their shapes alone: {summary_of(error)}"
     if _topic(mode) in draw_record.depends:
-        text += ", but the loss does not add up: perhaps not each to its own"
+        text += ", but the loss does not add up: some draws may be assigned to the wrong samples"
     return text
 
 
@@ -147,7 +147,7 @@ def _read_shapes(probe: TaskProbe, mode: Mode, draw_record: DrawRecord) -> tuple
         if not topic.startswith(topic_of("")):
             other_draws.append(text)
 
-    # The dimension that is as much longer as there are more samples is theirs.
+    # The dimension of the samples is the one that grows with their number.
     number = len(samples.positions("ab"))
     number_in_half = len(samples.positions("a"))
     draws_of_whole = draws_of["ab"]

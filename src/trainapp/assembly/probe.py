@@ -253,10 +253,9 @@ class Observer(DispatchMode):
 
 
 class RandomRounding(DispatchMode):
-    """A change of every new floating-point result inside by its rounding error, at random: each number by one epsilon
-    of its dtype, of fp32 at least. By how much the outcome changes is then how far rounding may take it, whatever
-    cancels out or is compared in between (Parker 1997, Monte Carlo arithmetic). Integers are exact, such as masks and
-    counts.
+    """A mode that perturbs each new floating-point result by one rounding error, at random: one epsilon of its dtype,
+    of fp32 at least. The change of the outcome shows how far rounding may take it, whatever cancels out or is compared
+    in between (Parker 1997, Monte Carlo arithmetic). Integers, such as masks and counts, are exact.
     """
 
     def __init__(self, device: torch.device, seed: int) -> None:

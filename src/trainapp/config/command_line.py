@@ -77,7 +77,7 @@ def _flags_first(arguments: Sequence[str]) -> list[str]:
 
 
 def _use_the_data_of_a_run(overrides: Iterable[str]) -> bool:
-    """Return whether these overrides are of a command about a trained run, and choose no other data than the run's."""
+    """Return whether these overrides name a trained run, and choose no other data than the run's."""
     values = {}
     for text in overrides:
         name, _, value = text.partition("=")

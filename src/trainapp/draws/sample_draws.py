@@ -18,7 +18,7 @@ MAX_DRAWS = 2**32  # per forward and backward: a seed further from the first one
 
 class SampleDraws:
     """A context manager for the forward and backward of a micro-batch: what they draw depends on (key, number of the
-    draw, position of the sample), not on the other samples. Has no effect without the leaves of `leaves.install`.
+    draw, position of the sample), not on the other samples. Has no effect before `random_operations.install`.
 
     The number of the draw is kept in the seed of torch's default generator. The first draw finds the seed of the entry
     and takes `first_seed`, a hash of the key; each draw leaves the next seed behind. So whatever saves and restores the
@@ -120,7 +120,7 @@ class SampleDraws:
 
         Args:
             device: of the result.
-            samples: their number; if they draw alike, of any rows.
+            samples: the number of samples or, if all draw the same, of any rows.
         """
         if (device, samples) not in self._sample_keys:
             if self.alike:

@@ -164,7 +164,7 @@ def _change_text(failure: Failure) -> str:
     size_name = "evaluation micro-batch" if failure.evaluating else "micro-batch"
     text = f"{size_name} {recovery.old_size} -> {recovery.new_size}, retrying the step"
     if recovery.is_constant:
-        text += " (fewer samples asked for the same)"
+        text += " (the request did not shrink with fewer samples)"
     return text
 
 
@@ -242,7 +242,7 @@ def leave_for_restart(session: Session, failure: Failure) -> NoReturn:
 
 def _stop_without_restart(session: Session, failure: Failure) -> NoReturn:
     """Raise TrainingStopped for a single process, which no launcher restarts."""
-    failure.recovery.action = f"{failure.broken} fails from now on in this process"
+    failure.recovery.action = f"{failure.broken} is unusable for the rest of this process"
     with contextlib.suppress(OSError):
         write(session, failure)
     error_type = OutOfMemory if failure.is_out_of_memory else TrainingStopped
@@ -254,9 +254,11 @@ def _stop_without_restart(session: Session, failure: Failure) -> NoReturn:
 
 def _why_not_in_place(failure: Failure) -> str:
     if failure.broken:
-        return f"{failure.broken} fails from now on"
+        return f"{failure.broken} is unusable from now on"
     if failure.phase.is_partial:
         return "inside the commit"
     if failure.recovery.lost:
         return f"the forward has written {listed(failure.recovery.lost, most=5)}"
-    return "no votes are held for a validated size"
+    if not failure.phase.is_voted_on:
+        return f"ranks do not vote in the phase {failure.phase}"
+    return "ranks do not vote once a size is validated"

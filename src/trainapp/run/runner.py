@@ -71,7 +71,7 @@ def run(config: Config, ranks: Ranks | None = None) -> Result:
     is_saved = config.continues and resume.names_a_checkpoint(config)
     stop.at_work = functools.partial(AtWork, is_saved=is_saved)
     with stop:
-        # One session, or one more after each error that only a new one can undo.
+        # One session, and a new one after each error that cannot be rolled back in place.
         outcome = _run_session(config, stop, ranks, started)
         while isinstance(outcome, CarriedOver):
             stop.at_work = AtWork
@@ -232,7 +232,7 @@ def prepare(
 
 
 def run_until_oom(session: Session) -> Failure | None:
-    """Run the inner loop. Return None, or the report of an error to recover from once nothing holds its tensors."""
+    """Run the inner loop. Return None, or a description of an error: recover from it after its tensors are released."""
     try:
         work(session)
         return None

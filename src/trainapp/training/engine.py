@@ -17,7 +17,7 @@ from torch import Tensor
 from trainapp.checkpoint.train_state import TrainState, Update
 from trainapp.config.schema import Train
 from trainapp.data.batch import MicroBatch
-from trainapp.draws.leaves import belong_to_samples
+from trainapp.draws.random_operations import belong_to_samples
 from trainapp.draws.record import DrawRecord
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import TrainingStopped, UserError

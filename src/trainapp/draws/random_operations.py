@@ -1,4 +1,4 @@
-"""The leaves: the operations of ATen that draw random numbers, replaced by draws that belong to samples.
+"""The random operations: those of ATen that draw random numbers, replaced by draws that belong to samples.
 
 Every random function of torch (`F.dropout`, `torch.randn_like`, the dropout of attention and `nn.LSTM`,
 `torch.distributions`) ends in a few of them: `uniform_`, `normal_`, `bernoulli_`, `random_` and some rare ones.
@@ -49,12 +49,12 @@ _RARE = (
     "rrelu_with_noise_",
     "randperm.generator_out",
 )
-# Computed by other leaves.
+# Computed by other operations.
 _NORMAL = ("normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor")
 _OUT = ("bernoulli.out", "multinomial.out", "rrelu_with_noise.out", *(f"{name}_out" for name in _NORMAL))
-LEAVES = (*_DISTRIBUTIONS, *_RARE, *_NORMAL, *_OUT)
+OPERATIONS = (*_DISTRIBUTIONS, *_RARE, *_NORMAL, *_OUT)
 
-# On CUDA these draw inside of a fused kernel. Dropout is computed by another leaf instead; the others are only noted.
+# On CUDA these draw inside of a fused kernel. Dropout is computed by another operation instead; the others are only noted.
 _DROPOUT = "native_dropout"
 _FUSED = (
     "_scaled_dot_product_flash_attention",
@@ -72,8 +72,8 @@ def belong_to_samples(draws: str, device: torch.device) -> bool:
 # --- replacing the kernels
 
 
-class LeafCall(NamedTuple):
-    """A call of a leaf inside of a `SampleDraws`."""
+class OperationCall(NamedTuple):
+    """A call of an operation inside of a `SampleDraws`."""
 
     sample_draws: SampleDraws
     name: str  # of the operation, such as `bernoulli_.float`
@@ -84,11 +84,11 @@ class LeafCall(NamedTuple):
 
 @functools.cache
 def install(device_type: str) -> torch.library.Library:
-    """Replace the leaves on this type of device, once per process."""
+    """Replace the operations on this type of device, once per process."""
     dispatch_key = device_type.upper()
-    names = LEAVES
+    names = OPERATIONS
     if device_type != "cpu":
-        names = (*LEAVES, _DROPOUT, *_FUSED)
+        names = (*OPERATIONS, _DROPOUT, *_FUSED)
     library = torch.library.Library("aten", "IMPL")
     for name in names:
         try:
@@ -97,15 +97,15 @@ def install(device_type: str) -> torch.library.Library:
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a kernel is replaced
-            library.impl(name, _leaf(name, original), dispatch_key, with_keyset=True)
+            library.impl(name, _replacement(name, original), dispatch_key, with_keyset=True)
     return library
 
 
-def _leaf(name: str, original: Any) -> Callable[..., Any]:
+def _replacement(name: str, original: Any) -> Callable[..., Any]:
     """Return the kernel in place of `original`."""
     compute = _way_to_compute(name)
 
-    def leaf(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    def replacement(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         # Draws of no micro-batch, or from a generator that was passed, are torch's own.
         sample_draws = SampleDraws.active
         if sample_draws is None or not sample_draws.covers_thread():
@@ -115,12 +115,12 @@ def _leaf(name: str, original: Any) -> Callable[..., Any]:
             return original.call_boxed(keyset, *args, **kwargs)
 
         torch_kernel = functools.partial(original.call_boxed, keyset)
-        return compute(LeafCall(sample_draws, name, torch_kernel, args, kwargs))
+        return compute(OperationCall(sample_draws, name, torch_kernel, args, kwargs))
 
-    return leaf
+    return replacement
 
 
-def _way_to_compute(name: str) -> Callable[[LeafCall], Any]:
+def _way_to_compute(name: str) -> Callable[[OperationCall], Any]:
     if name in _NORMAL:
         return _normal_around
     if name in _OUT:
@@ -132,10 +132,10 @@ def _way_to_compute(name: str) -> Callable[[LeafCall], Any]:
     return _draw
 
 
-# --- the leaves that draw
+# --- the operations that draw
 
 
-def _draw(call: LeafCall) -> Any:
+def _draw(call: OperationCall) -> Any:
     """Draw what belongs to samples sample by sample, and anything else once for all of them."""
     # What is drawn.
     sample_draws = call.sample_draws
@@ -168,7 +168,7 @@ def _draw(call: LeafCall) -> Any:
     return fill_by_sample(distribution, target, layout, keys, call.args[1:])
 
 
-def _draw_complex(call: LeafCall) -> Any:
+def _draw_complex(call: OperationCall) -> Any:
     """Fill a complex tensor by the draw of its real and imaginary parts."""
     target: Tensor = call.args[0]
     if call.name == "uniform_":
@@ -184,7 +184,7 @@ def _complex_normal(target: Tensor, mean: complex = 0.0, std: float = 1.0) -> Te
     return target.add_(mean)
 
 
-def _draw_without_samples(call: LeafCall, draw: RandomDraw, layout: DrawLayout, seed: int) -> Any:
+def _draw_without_samples(call: OperationCall, draw: RandomDraw, layout: DrawLayout, seed: int) -> Any:
     """Draw by torch's kernel: the same in all micro-batches or, if the shape varies, other numbers in each, noted."""
     if layout.varies:
         seed = hashed(seed, call.sample_draws.positions[0])
@@ -197,22 +197,22 @@ def _draw_without_samples(call: LeafCall, draw: RandomDraw, layout: DrawLayout, 
     return _draw_seeded(call, target.device, seed, call.args)
 
 
-def _draw_seeded(call: LeafCall, device: torch.device, seed: int, args: Sequence[Any]) -> Any:
-    """Call torch's kernel with a generator of its own; the leaves that it calls are torch's own, too."""
+def _draw_seeded(call: OperationCall, device: torch.device, seed: int, args: Sequence[Any]) -> Any:
+    """Call torch's kernel with a generator of its own; the operations that it calls are torch's own, too."""
     generator = torch.Generator(device).manual_seed(hashed(seed))
     keywords = {**call.kwargs, "generator": generator}
     with SampleDraws.suspended():
         return call.torch_kernel(*args, **keywords)
 
 
-def _draw_one_by_one(call: LeafCall, layout: DrawLayout, keys: Tensor) -> Tensor:
+def _draw_one_by_one(call: OperationCall, layout: DrawLayout, keys: Tensor) -> Tensor:
     """Call torch's kernel for each sample. Waits for the device, and holds the result twice."""
     target = call.args[0]
     base_name = call.name.partition(".")[0]
     is_in_place = base_name.endswith("_")
     written = None  # the index of the argument that the kernel fills
     if call.name.startswith("rrelu"):
-        written = 1  # the noise, of which the backward has need; the first argument is the input
+        written = 1  # the noise, which the backward needs; the first argument is the input
     elif is_in_place:
         written = 0
 
@@ -247,17 +247,17 @@ def _contiguous_copy(value: Any) -> Any:
     return value.clone(memory_format=torch.contiguous_format)
 
 
-# --- the leaves that are computed by others
+# --- the operations that are computed by others
 
 
-def _normal_around(call: LeafCall) -> Tensor:
+def _normal_around(call: OperationCall) -> Tensor:
     """`torch.normal(mean, std)`, where at least one of them is a tensor."""
     mean, std = (*call.args, 1.0)[:2]
     standard_normal = torch.empty_like(mean + std).normal_()
     return standard_normal.mul_(std).add_(mean)
 
 
-def _into_out(call: LeafCall) -> Tensor:
+def _into_out(call: OperationCall) -> Tensor:
     """`out=`, by the operation without it."""
     # `normal.Tensor_float_out` is `normal` with the overload `Tensor_float`, `bernoulli.out` its default.
     base, _, overload = call.name.removesuffix("_out").removesuffix(".out").partition(".")
@@ -268,7 +268,7 @@ def _into_out(call: LeafCall) -> Tensor:
     return out.resize_(result.shape).copy_(result)
 
 
-def _dropout(call: LeafCall) -> Any:
+def _dropout(call: OperationCall) -> Any:
     """`native_dropout`, by `bernoulli_`: the result and the mask."""
     inputs, p, train = call.args
     if train is False or not 0 < p < 1:
@@ -278,7 +278,7 @@ def _dropout(call: LeafCall) -> Any:
     return result, mask
 
 
-def _note_fused(call: LeafCall) -> Any:
+def _note_fused(call: OperationCall) -> Any:
     """Call torch's kernel, and note that it draws."""
     operation = getattr(torch.ops.aten, call.name).default
     if draws_numbers(operation, call.args, call.kwargs):
