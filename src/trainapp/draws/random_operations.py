@@ -54,7 +54,7 @@ _NORMAL = ("normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor")
 _OUT = ("bernoulli.out", "multinomial.out", "rrelu_with_noise.out", *(f"{name}_out" for name in _NORMAL))
 OPERATIONS = (*_DISTRIBUTIONS, *_RARE, *_NORMAL, *_OUT)
 
-# On CUDA these draw inside of a fused kernel. Dropout is computed by another operation instead; the others are only noted.
+# On CUDA these draw inside of a fused kernel. Dropout is computed by another operation; the others are only noted.
 _DROPOUT = "native_dropout"
 _FUSED = (
     "_scaled_dot_product_flash_attention",
