@@ -117,7 +117,7 @@ def test_every_link_leads_somewhere():
                 assert anchor in anchors, f"{page}: {link}#{anchor}"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # 90 s; that a run with less memory computes the same is tested exactly elsewhere
 def test_the_scarce_run_ends_with_the_same_quality(tmp_path):
     for name, limit in (("plenty", []), ("scarce", ["memory.limit=48MiB"])):
         settings = ("model=resnet", "train.max_epochs=4", *limit, f"hydra.run.dir={tmp_path / name}")
