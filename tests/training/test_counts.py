@@ -8,6 +8,7 @@ import pytest
 import runs
 import torch
 import weighted
+from torch import nn
 
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.training import engine, evaluate, loop
@@ -174,3 +175,31 @@ def test_a_metric_with_a_count_of_its_own_is_divided_by_it():
     totals = totals.plus(six, 2, {"own": (two, torch.tensor(2)), "shared": two})
     totals = totals.plus(six, 4, {"own": (six, torch.tensor(2)), "shared": two})
     assert totals.means() == {"loss": 2.0, "own": 2.0, "shared": pytest.approx(4 / 6)}
+
+
+class Doubles(nn.Module):
+    """In fp64."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.linear = nn.Linear(64, num_classes, dtype=torch.float64)
+
+    def forward(self, inputs):
+        return self.linear(inputs.flatten(1).double())
+
+
+def half_of_the_batch_counts(model, batch):
+    losses = nn.functional.cross_entropy(model(batch["inputs"]), batch["targets"], reduction="none")
+    return losses[::2].sum(), len(losses[::2]), {}
+
+
+@pytest.mark.parametrize("counts", ["samples", "half"])
+def test_gradients_of_an_fp64_model_are_divided_in_fp64(tmp_path, counts):
+    """By 6, whose inverse in fp32 is off by 1e-8, and by a count that corrects it."""
+    task = "classification" if counts == "samples" else "test_counts.half_of_the_batch_counts"
+    own = (*runs.own_model("test_counts.Doubles"), "data=digits", "user_packages=[test_counts]", f"task={task}")
+    sizes = ("batch.global_size=6", "batch.micro_size=6", "train.check_loss=false", "train.grad_clip=null")
+    run = runs.closed(tmp_path, *runs.TINY, *own, *sizes)
+    _, expected = runs.of_whole_batch(run, run.task)
+    runs.clip(run)
+    assert runs.relative_error(runs.gradients(run.state.model), expected) < 1e-14

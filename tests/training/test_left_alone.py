@@ -109,3 +109,41 @@ def test_the_names_of_the_log_are_reserved(tmp_path):
     (line, *_) = metrics(tmp_path)
     plain = {name for name in line if "/" not in name}
     assert plain - {"accuracy", "loss_scale"} <= RESERVED
+
+
+class ReplayBuffer:
+    """No module, no state dict."""
+
+    def __init__(self):
+        self.data = []
+
+
+HELD_GLOBALLY = ReplayBuffer()
+LENGTHS: list[tuple[int, int, int]] = []
+
+
+class Replays:
+    """A task that keeps what it has seen: in an object that it holds, in a list, and in a global object."""
+
+    def __init__(self):
+        self.buffer = ReplayBuffer()
+        self.seen = []
+
+    def __call__(self, model, batch):
+        logits = model(batch["inputs"])
+        if len(logits) == 16:  # a step, not a trial
+            LENGTHS.append((len(self.buffer.data), len(self.seen), len(HELD_GLOBALLY.data)))
+        self.buffer.data.append(logits.detach())
+        self.seen.append(len(logits))
+        HELD_GLOBALLY.data.append(len(logits))
+        return torch.nn.functional.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {}
+
+
+@pytest.mark.parametrize("checks", ["true", "false"])
+def test_trials_fill_no_replay_buffer(tmp_path, checks):
+    LENGTHS.clear()
+    HELD_GLOBALLY.data.clear()
+    own = ("model=mlp", "model.width=16", "data=digits", "user_packages=[test_left_alone]")
+    task = ("task=test_left_alone.Replays", f"train.check_loss={checks}", "every.eval=null", "batch.micro_size=16")
+    runs.run(tmp_path, *runs.TINY, *own, *task, "train.max_steps=2", "oom.grow=false")
+    assert LENGTHS == [(0, 0, 0), (1, 1, 1)]

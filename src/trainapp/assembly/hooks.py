@@ -19,6 +19,7 @@ from trainapp.hooks.rungs import RUNGS, AskSweep, asks_sweep
 from trainapp.losses import losses
 from trainapp.memory.cpu import uncompiled
 from trainapp.models.inspect import evaluation_mode
+from trainapp.state.contents import Contents
 from trainapp.state.snapshot import Parameters
 from trainapp.tracking.utilisation import Utilisation, peak_flops
 from trainapp.training.engine import Engine
@@ -184,6 +185,7 @@ def _try_on_examples(session: Session) -> set[str]:
     modules = session.state.modules
     names: set[str] = set()
     copied: Parameters = "all" if is_small(*modules) else "written"
+    contents = Contents(session.state.model, losses.unchecked(session.task))
     session.ranks.enable_votes(False)
 
     # Each rank by itself: one that fails here goes on with the next set.
@@ -199,6 +201,8 @@ def _try_on_examples(session: Session) -> set[str]:
             except Exception as error:  # the first evaluation raises it again
                 log.debug("the metrics cannot be tried: %s", error)
                 continue
+            finally:
+                contents.restore()
             session.metrics.update(metrics)
         if session.snapshot.lost:
             log.warning("%s", written_without_copy("the first trial of the metrics", session.snapshot.lost))

@@ -25,6 +25,7 @@ from trainapp.models.weights import load_tensors, load_weights
 from trainapp.optim import emulated_kernels
 from trainapp.optim.groups import match_names
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
+from trainapp.state.contents import Contents
 from trainapp.training.session import InitialWeights
 
 CONTEXT = "context_length"  # the size of a model and of the data that is a length of sequences
@@ -144,6 +145,7 @@ def _call_with_two_samples(task: CheckedTask, model: nn.Module, resources: Resou
         with resources.numerics.autocast:
             task(model, batch)
 
+    contents = Contents(task.unchecked)
     try:
         with torch.no_grad():
             call()
@@ -151,8 +153,11 @@ def _call_with_two_samples(task: CheckedTask, model: nn.Module, resources: Resou
     except RuntimeError as error:
         if not lacks_gradients(error):
             raise
+    finally:
+        contents.restore()
     with recorded_gradients([model, task.unchecked]):
         call()
+    contents.restore()
 
 
 def _freeze(model: nn.Module, settings: Model) -> None:

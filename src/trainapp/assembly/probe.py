@@ -25,6 +25,7 @@ from trainapp.errors import summary_of
 from trainapp.losses.losses import CheckedTask, evaluate_metrics
 from trainapp.models.inspect import evaluation_mode
 from trainapp.rng import preserved_rng, seed_from
+from trainapp.state.contents import Contents
 from trainapp.state.snapshot import Snapshot
 from trainapp.state.stateful import Stateful, held_tensors, is_expanded
 from trainapp.torch_private import BatchNorm, DispatchMode, draws_numbers, storage_id, strided_parts
@@ -101,6 +102,7 @@ class TaskProbe:
 
         # The state with which every call starts. Of a large model, most of the memory may be frozen.
         self._generators = [owner for owner in stateful.owners.values() if owner.kind == "generator"]
+        self._contents = Contents(model, task.unchecked)
         self.snapshot = Snapshot.of(stateful)
         self.snapshot.take("all" if is_small(model, task.unchecked) else "trained")
 
@@ -144,6 +146,7 @@ class TaskProbe:
                 return Sums(_as_number(loss), _as_number(count), metric_sums, drew_outside_torch, metrics_error)
         finally:
             self.snapshot.restore()
+            self._contents.restore()
 
     def _copy_to_device(self, tensor: Tensor) -> Tensor:
         dtype = self.dtype if tensor.is_floating_point() else None

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.state.checksum import checksum
+from trainapp.state.contents import FOREIGN_PACKAGES
 from trainapp.state.stateful import DEPTH, MOST_ITEMS, Stateful, has_extra_state, has_state_dict, memory_of
 from trainapp.torch_private import MODULE_ATTRIBUTES, outside_dispatch_modes, storage_id, strided_parts
 
+LEVELS_OF_OBJECTS = 2  # a task may hold an object that holds another
 CONTAINERS = (tuple, list, dict, set, frozenset, deque)
 RESULT = "result of a forward"  # the fingerprint of what holds a tensor whose graph still exists
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
@@ -74,15 +76,18 @@ class Attributes:
         return roots
 
     def _holders(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the attributes of modules and tasks without a state of their own, by the holder's name."""
+        """Yield the attributes of modules and tasks without a state of their own, and of objects that they hold, by the
+        holder's name.
+        """
+        visited: set[int] = set()
         for root_name, root in self._roots().items():
             for path, module in root.named_modules():
                 is_of_library = type(module).__module__.startswith(_LIBRARIES)
                 if not is_of_library and not has_extra_state(module):
-                    yield _joined(root_name, path), _attributes_of_user(module)
+                    yield from _with_held_objects(_joined(root_name, path), _attributes_of_user(module), visited)
         for name, task in self._stateful.plain_tasks().items():
             if not has_state_dict(task):
-                yield name, vars(task)
+                yield from _with_held_objects(name, vars(task), visited)
 
     def _storages_of_modules(self) -> set[int]:
         tensors: list[Tensor] = []
@@ -95,6 +100,29 @@ class Attributes:
 def _attributes_of_user(module: nn.Module) -> dict[str, Any]:
     """Return the attributes that are not nn.Module's own."""
     return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
+
+
+def _with_held_objects(
+    name: str, attributes: dict[str, Any], visited: set[int], depth: int = 0
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield these attributes, and those of the user's objects that they hold, such as a replay buffer, by name."""
+    yield name, attributes
+    if depth == LEVELS_OF_OBJECTS:
+        return
+    for attribute, value in list(attributes.items()):
+        if id(value) not in visited and _is_plain_object(value):
+            visited.add(id(value))
+            yield from _with_held_objects(_joined(name, attribute), vars(value), visited, depth + 1)
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Return whether it is an object of a user's class without a protocol for its state. Data sets may be too large to
+    be compared.
+    """
+    if isinstance(value, (nn.Module, Tensor, type, *CONTAINERS)) or hasattr(value, "__getitem__"):
+        return False
+    is_of_user = type(value).__module__.partition(".")[0] not in FOREIGN_PACKAGES
+    return is_of_user and isinstance(getattr(value, "__dict__", None), dict) and not has_state_dict(value)
 
 
 def _joined(*parts: str) -> str:

@@ -158,7 +158,7 @@ def walk(value: Any, name: str, visited: set[int], depth: int = 0) -> Iterator[M
 
     # What it holds.
     is_one_owner = moves_at_commit(value)  # of everything it holds except tensors
-    for part, child in _children(value):
+    for part, child in children(value):
         child_name = f"{name}.{part}" if part else name
         for member in walk(child, child_name, visited, depth + 1):
             if isinstance(member.value, Tensor) or not is_one_owner:
@@ -178,7 +178,7 @@ def _walk_module(module: nn.Module, name: str, visited: set[int], depth: int) ->
                 yield from walk(child, f"{submodule_name}.{attribute}", visited, depth + 1)
 
 
-def _children(value: Any) -> Iterator[tuple[str, Any]]:
+def children(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what an object holds, by name: attributes, items, arguments that are bound to a function."""
     if isinstance(value, (list, tuple, deque, set, frozenset)):
         items = list(value)
@@ -191,7 +191,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
                 yield str(key), item
     elif isinstance(value, functools.partial):
         yield "", value.func
-        yield from _children((*value.args, *value.keywords.values()))
+        yield from children((*value.args, *value.keywords.values()))
     elif isinstance(value, types.MethodType):
         yield "", value.__self__
     elif isinstance(value, types.FunctionType):

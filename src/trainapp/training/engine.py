@@ -189,6 +189,9 @@ class Engine:
         self.stateful_metrics = stateful_metrics
         self.draw_record = draw_record or DrawRecord()
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
+        # What divides gradients: in fp32, 1/6 would round those of an fp64 model.
+        is_double = any(p.dtype is torch.float64 for p in self.parameters)
+        self.factor_dtype = torch.float64 if is_double else torch.float32
         # Compare checksums until every update has been made once, and in one more step.
         verified_updates = (state.first_steps + 1) * len(state.updates)
         self.snapshot = Snapshot.of(state.stateful, verified=verified_updates)
@@ -265,7 +268,8 @@ class Engine:
     def weight_of(self, samples: int) -> Tensor:
         """Return 1 / samples, cached by value; created on the device: copying from the host would synchronize."""
         if samples not in self._weights:
-            self._weights[samples] = torch.full((), 1.0 / samples, device=self.state.device)
+            weight = torch.full((), 1.0 / samples, dtype=self.factor_dtype, device=self.state.device)
+            self._weights[samples] = weight
         return self._weights[samples]
 
     def prepare(self, cut: Iterator[MicroBatch], watched: BatchContext) -> Iterator[MicroBatch]:
@@ -351,7 +355,7 @@ class Engine:
         norm = self.strategy.grad_norm(norm_here)
 
         # The gradients are divided and clipped in one pass.
-        factor = count_factor(totals.count, self.context.samples, norm.device)
+        factor = count_factor(totals.count, self.context.samples, norm.device, self.factor_dtype)
         if factor is not None:
             norm = norm * factor
         clipping = clip_factor(norm, self.settings.grad_clip)
@@ -458,16 +462,22 @@ def may_be_extreme(count: Number, samples: int) -> bool:
     return not 1e-6 * samples <= float(count) <= 1e6 * samples
 
 
-def count_factor(count: Number, samples: int, device: torch.device) -> Tensor | None:
+def count_factor(count: Number, samples: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
     """Return the factor that turns a division by `samples` into one by `count`; None if the two are equal, or for a
     count of 0, whose step is skipped.
+
+    Args:
+        count: the true count.
+        samples: the divisor so far.
+        device: of the factor.
+        dtype: of the factor, at least.
     """
-    if not isinstance(count, Tensor) and count in (0, samples):
+    if isinstance(count, Tensor):
+        ratio = samples / (count.double() if dtype is torch.float64 else count)
+        return ratio.to(device)
+    if count in (0, samples):
         return None
-    ratio = samples / count
-    if isinstance(ratio, Tensor) or device.type == "cpu":
-        return torch.as_tensor(ratio, device=device)
-    return torch.full((), ratio, device=device)  # `as_tensor` would copy from the host and synchronize
+    return torch.full((), samples / count, dtype=dtype, device=device)  # `as_tensor` would synchronize
 
 
 def clip_factor(norm: Tensor, limit: float | None) -> Tensor | None:

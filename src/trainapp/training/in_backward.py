@@ -70,7 +70,7 @@ class InBackward(Engine):
         # What a separate step would have set between the backward and the update.
         self.set_rates()
         self._dtype = self.norm_dtype(totals)
-        self._factor = count_factor(totals.count, self.context.samples, self.state.device)
+        self._factor = count_factor(totals.count, self.context.samples, self.state.device, self.factor_dtype)
 
         # The hooks update each parameter, until the backward has ended.
         with contextlib.ExitStack() as hooks:
