@@ -10,6 +10,7 @@ import torch
 from helpers import ROOT, evaluations, lines, result, run_cli
 from markdown import commands
 from own_inference import Pixels
+from torch import nn
 from torch.nn import functional as F
 
 import trainapp
@@ -226,3 +227,28 @@ def test_shapes_that_may_be_read_both_ways(tmp_path):
 )
 def test_the_dimension_of_the_classes(output, targets, expected):
     assert dim_of_classes(torch.zeros(output), torch.zeros(targets, dtype=torch.int64)) == expected
+
+
+class RandomPixels(nn.Module):
+    """Looks at random pixels, the same for all samples: a draw without their dimension, as ProbSparse attention has."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.linear = nn.Linear(16, num_classes)
+
+    def forward(self, inputs):
+        pixels = torch.randint(64, (16,))
+        return self.linear(inputs.flatten(1)[:, pixels])
+
+
+def test_shared_draws_do_not_depend_on_the_batch_size(tmp_path):
+    own = (*runs.own_model("test_predict.RandomPixels"), "data=digits", "user_packages=[test_predict]")
+    runs.run(tmp_path / "run", *runs.TINY, *own, "every.save=4")
+    package = "user_packages=[test_predict]"
+    by_size = []
+    for size in (43, 5):
+        chosen = (package, f"predict.batch_size={size}")
+        by_size.append(predict(tmp_path, tmp_path / "run", *chosen, output=f"{size}.jsonl"))
+    first, second = by_size
+    assert [line["prediction"] for line in first] == [line["prediction"] for line in second]
+    assert [line["probability"] for line in first] == pytest.approx([line["probability"] for line in second])

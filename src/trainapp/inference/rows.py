@@ -26,7 +26,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import atomic_write, strict_json
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.signals import Stopped
-from trainapp.training.evaluate import as_evaluated, each_micro_batch
+from trainapp.training.evaluate import EVALUATION, as_evaluated, each_micro_batch
 from trainapp.training.memory_watch import begin_counting_refused
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
@@ -78,8 +78,10 @@ def write_rows(
     with contextlib.closing(row_file):
         if session.sizes.autotuner is not None:
             session.sizes.autotuner.follow(session.sizes.evaluation)
+        # A prediction draws what an evaluation draws: which dimension has the samples was learnt for that.
+        work = EVALUATION if mode == "predict" else mode
         try:
-            with session.engine.at(Phase.EVALUATE), as_evaluated(session.engine, mode, work=mode):
+            with session.engine.at(Phase.EVALUATE), as_evaluated(session.engine, mode, work=work):
                 each_micro_batch(session, fetch_batches(row_file.written), compute, keep)
         except Stopped:
             return None
