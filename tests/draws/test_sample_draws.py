@@ -85,6 +85,8 @@ KINDS = {
     "longer than a block": lambda i: torch.randn(len(i), BLOCK["cpu"] + 9),
     "rand": lambda i: torch.rand(len(i), 1, 1),
     "randn": lambda i: torch.randn(len(i), 3),
+    "one randn": lambda i: torch.randn(len(i), 1),
+    "a pair of randn": lambda i: torch.randn(len(i), 2),
     "randn in bf16": lambda i: torch.randn(len(i), 3, dtype=torch.bfloat16),
     "randn in fp64": lambda i: torch.randn(len(i), 3, dtype=torch.float64),
     "complex randn": lambda i: torch.view_as_real(torch.randn(len(i), 3, dtype=torch.complex64)),

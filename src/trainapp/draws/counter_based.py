@@ -99,8 +99,9 @@ def normal(keys: Tensor, first: int, count: int, dtype: torch.dtype, mean: float
     even_count = count + count % 2
     values = _open_unit(keys, first, even_count, _at_least_fp32(dtype))
 
-    # Radius and angle of a point in the plane, whose coordinates are normal.
-    radius = values[:, ::2].contiguous().log_().mul_(-2).sqrt_()
+    # Radius and angle of a point in the plane, whose coordinates are normal. A copy: of a single pair, `contiguous`
+    # would be a view, which the first coordinate overwrites.
+    radius = values[:, ::2].clone(memory_format=torch.contiguous_format).log_().mul_(-2).sqrt_()
     angle = values[:, 1::2] * (2 * math.pi)
     torch.mul(angle.cos(), radius, out=values[:, ::2])
     torch.mul(angle.sin_(), radius, out=values[:, 1::2])
