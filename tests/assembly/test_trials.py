@@ -1,6 +1,7 @@
 """Trial calls leave no trace in the model, whatever it shares with its copies, and may need gradients."""
 
 import gc
+import queue
 import re
 import weakref
 
@@ -134,7 +135,8 @@ class LazyCritic(Critic):
         self.layers = nn.Sequential(nn.Flatten(), nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(1))
 
 
-PENALTIES: list[weakref.ref[torch.Tensor]] = []
+# A list would be put back after each trial.
+PENALTIES: "queue.SimpleQueue[weakref.ref[torch.Tensor]]" = queue.SimpleQueue()
 
 
 def penalties(model, images):
@@ -143,7 +145,7 @@ def penalties(model, images):
     values = model(images)
     (gradients,) = torch.autograd.grad(values, images, torch.ones_like(values), create_graph=True)
     result = (gradients.flatten(1).norm(dim=1) - 1).square()
-    PENALTIES.append(weakref.ref(result))
+    PENALTIES.put(weakref.ref(result))
     return result
 
 
@@ -194,14 +196,16 @@ def test_a_penalty_that_is_a_mean_is_refused(tmp_path, arguments):
 @pytest.mark.parametrize("task", ["with_sum", "with_backward"])
 def test_trials_with_gradients_leave_nothing(tmp_path, monkeypatch, task):
     monkeypatch.setattr(probe, "MAX_COPIED_BYTES", 0)  # of the model itself
-    PENALTIES.clear()
+    while not PENALTIES.empty():
+        PENALTIES.get()
     gc.disable()  # nothing waits for it
     try:
         run = runs.closed(tmp_path, *own_model("Critic"), *updates(task))
-        remaining = [penalty for penalty in PENALTIES if penalty() is not None]
+        penalties = [PENALTIES.get() for _ in range(PENALTIES.qsize())]
+        remaining = [penalty for penalty in penalties if penalty() is not None]
     finally:
         gc.enable()
-    assert len(PENALTIES) >= 6
+    assert len(penalties) >= 6
     assert not remaining
     assert "in fp32" in run.checks["loss of update critic in training"]
     assert all(parameter.grad is None for parameter in run.state.model.parameters())
