@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.state.stateful import FOREIGN, MOST_OBJECTS, can_be_restored, children
-from trainapp.torch_private import MODULE_ATTRIBUTES
+from trainapp.torch_private import MODULE_ATTRIBUTES, version_of
 
 MOST_BYTES = 64 * 2**20  # of tensors and arrays that are copied
 FOREIGN_PACKAGES = {*FOREIGN, *sys.stdlib_module_names, "trainapp", "transformers"}
@@ -123,16 +123,16 @@ class _Overwrite:
 
     def __init__(self, value: Any):
         self.value = value
-        self.version = value._version if isinstance(value, Tensor) else None
+        self.version = version_of(value) if isinstance(value, Tensor) else None
         self.copy = value.detach().clone() if isinstance(value, Tensor) else value.copy()
 
     def __call__(self) -> None:
         if not isinstance(self.value, Tensor):
             self.value[...] = self.copy
-        elif self.value._version != self.version:
+        elif version_of(self.value) != self.version:
             with torch.no_grad():
                 self.value.copy_(self.copy)
-            self.version = self.value._version
+            self.version = version_of(self.value)
 
 
 def _held_by(value: Any) -> Iterator[Any]:
