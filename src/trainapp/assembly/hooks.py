@@ -188,7 +188,7 @@ def _try_on_examples(session: Session) -> set[str]:
     contents = Contents(session.state.model, losses.unchecked(session.task))
     session.ranks.enable_votes(False)
 
-    # Each rank by itself: one that fails here goes on with the next set.
+    # Each rank by itself: one that fails here continues with the next set.
     for batches in session.eval_sets.values():
         if batches.is_stream or not batches.samples:
             continue
