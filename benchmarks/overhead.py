@@ -35,7 +35,7 @@ from trainapp.config import compose
 from trainapp.data.sampler import Permutation
 from trainapp.files import json_lines
 from trainapp.parallel.ranks import SingleRank
-from trainapp.run import runner
+from trainapp.run.prepare import SessionStart, prepare
 from trainapp.signals import StopRequest
 from trainapp.training import loop
 from trainapp.training.session import Session
@@ -257,7 +257,7 @@ def trainapp_run(case: Case, total: int, folder: Path, log_every: int) -> Sessio
     settings = compose.from_command_line(overrides, str(folder))
     folder.mkdir(parents=True)
     logging.basicConfig(filename=folder / "log", level=logging.INFO, force=True)  # so that log lines cost as in a run
-    return runner.prepare(settings, StopRequest(), SingleRank())
+    return prepare(SessionStart(settings), StopRequest(), SingleRank())
 
 
 def trainapp_loop(name: str, session: Session) -> Contender:

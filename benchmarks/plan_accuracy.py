@@ -87,7 +87,7 @@ def measured(overrides: tuple[str, ...], micro_size: int) -> int:
     """Peak bytes of a real run with this size."""
     from trainapp.config import compose
     from trainapp.parallel.ranks import SingleRank
-    from trainapp.run import runner
+    from trainapp.run.prepare import SessionStart, prepare
     from trainapp.signals import StopRequest
     from trainapp.training import loop
 
@@ -95,7 +95,7 @@ def measured(overrides: tuple[str, ...], micro_size: int) -> int:
     sizes = () if fixed else (f"batch.micro_size={micro_size}",)
     with tempfile.TemporaryDirectory() as folder:
         config = compose.from_command_line([*BASE, *overrides, *sizes], folder)
-        session = runner.prepare(config, StopRequest(), SingleRank())
+        session = prepare(SessionStart(config), StopRequest(), SingleRank())
         try:
             for _ in range(STEPS):
                 loop.train_step(session)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from trainapp.config import compose
 from trainapp.optim import emulated_kernels
 from trainapp.parallel.ranks import SingleRank
-from trainapp.run import runner
+from trainapp.run.prepare import SessionStart, prepare
 from trainapp.signals import StopRequest
 from trainapp.training import loop
 
@@ -126,7 +126,7 @@ def train(case: Case, mode: str, threads: int, run_dir: Path, pipe: Connection) 
     overrides = (*case.settings, f"precision={mode}", "train.device=cpu", *sizes, *length, *quiet)
     run_dir.mkdir()
     logging.basicConfig(filename=run_dir / "log", level=logging.INFO, force=True)
-    session = runner.prepare(compose.from_command_line(overrides, str(run_dir)), StopRequest(), SingleRank())
+    session = prepare(SessionStart(compose.from_command_line(overrides, str(run_dir))), StopRequest(), SingleRank())
 
     def advance(steps: int) -> float:
         started = time.perf_counter()

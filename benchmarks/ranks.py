@@ -130,12 +130,12 @@ def configured(strategy: str, options: argparse.Namespace, total: int, folder: P
 
 def trainapp(settings: Any, ranks: Any) -> tuple[Callable[[int], None], Callable[[], float]]:
     """trainapp's loop: `advance(steps)` and a function that returns the last loss."""
-    from trainapp.run import runner
+    from trainapp.run.prepare import SessionStart, prepare
     from trainapp.signals import StopRequest
     from trainapp.training import loop
 
     Path(settings.run_dir).mkdir(parents=True, exist_ok=True)
-    run = runner.prepare(settings, StopRequest(), ranks)
+    run = prepare(SessionStart(settings), StopRequest(), ranks)
     found: list[float] = []
     log = run.tracker.log_step
 
@@ -164,12 +164,12 @@ def hand_written(strategy: str, settings: Any, ranks: Any, checked: int) -> tupl
     from trainapp.config import schema
     from trainapp.data.sampler import Permutation
     from trainapp.parallel.ranks import SingleRank
-    from trainapp.run import runner
+    from trainapp.run.prepare import SessionStart, prepare
     from trainapp.signals import StopRequest
 
     single = copy.deepcopy(settings)
     single.parallel = schema.Parallel()
-    run = runner.prepare(single, StopRequest(), SingleRank())
+    run = prepare(SessionStart(single), StopRequest(), SingleRank())
     data, model, found = run.batches.dataset, run.state.model, []
     if strategy == "fsdp":
         mesh = init_device_mesh("cpu", (ranks.world_size,))

@@ -13,6 +13,7 @@ from gpu import on_gpu
 from gpu_check import jobs
 from trainapp.models.inspect import blocks_of
 from trainapp.run import runner
+from trainapp.run.recover import recover
 from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.training import loop
 from trainapp.training.evaluate import evaluate
@@ -41,13 +42,13 @@ def test_errors(tmp_path, device, got, place):
         # As in a new run: an error halves the whole batch.
         session.sizes.train = session.sizes.by_update[""] = MicroBatchSizes(size, grow=False)
         over_allocation.is_due = True
-        failure = runner.attempt(session)
+        failure = runner.run_until_oom(session)
         assert failure is not None
         phases.append(failure.phase)
-        runner.recover(session, failure)
+        recover(session, failure)
         del failure
         used.append(jobs.live_bytes(device))
-        assert runner.attempt(session) is None
+        assert runner.run_until_oom(session) is None
     progress = session.state.progress
     session.close()
     got(f"{jobs.text(used[0])} after the first, {jobs.text(used[-1])} after the last")

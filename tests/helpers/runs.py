@@ -21,6 +21,8 @@ from trainapp.parallel.ranks import SingleRank
 from trainapp.planning import planner
 from trainapp.report.run_files import state_of
 from trainapp.run import runner, trained
+from trainapp.run.prepare import SessionStart
+from trainapp.run.prepare import prepare as prepare_session
 from trainapp.signals import StopRequest
 from trainapp.training import loop, memory_watch, transaction
 from trainapp.training.engine import Totals
@@ -107,7 +109,7 @@ def run(run_dir: Path, *overrides: str) -> Any:
 
 def prepare(run_dir: Path, *overrides: str) -> Session:
     """A run that is ready for its next step. The caller closes its tracker."""
-    return runner.prepare(configure(run_dir, *overrides), StopRequest(), SingleRank())
+    return prepare_session(SessionStart(configure(run_dir, *overrides)), StopRequest(), SingleRank())
 
 
 def closed(run_dir: Path, *overrides: str) -> Session:
@@ -174,7 +176,7 @@ class StopAt(StopRequest):
 def run_until(run_dir: Path, step: int, *overrides: str) -> Session:
     """The loop until a stop request after `step` steps, which makes it save, as an interrupted run does."""
     stop = StopAt(step)
-    session = runner.prepare(configure(run_dir, *overrides), stop, SingleRank())
+    session = prepare_session(SessionStart(configure(run_dir, *overrides)), stop, SingleRank())
     stop.run = session
     try:
         loop.train(session)

@@ -13,7 +13,7 @@ from harness import Record, Recorded
 
 from trainapp.config.schema import Config
 from trainapp.parallel.ranks import SingleRank
-from trainapp.run import runner
+from trainapp.run.prepare import SessionStart, prepare
 from trainapp.signals import StopRequest
 from trainapp.training.session import Session
 
@@ -42,7 +42,7 @@ def tiny(
 
 def prepared(config: Config) -> Session:
     """A run that is ready for its next step."""
-    return runner.prepare(config, StopRequest(), SingleRank())
+    return prepare(SessionStart(config), StopRequest(), SingleRank())
 
 
 def cell(model: str, precision: str) -> tuple[str, ...]:

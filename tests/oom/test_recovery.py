@@ -15,6 +15,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped
 from trainapp.oom import recovery
 from trainapp.run import runner
+from trainapp.run.recover import recover
 
 from .conftest import MODELS, cell, limit_between, prepared, tiny
 
@@ -129,7 +130,7 @@ def test_memory_is_back_to_what_it_was(tmp_path, phase, model, operation):
     run, failure, storages = failed_attempt(config, Fault(phase, 2, operation))
     assert failure.phase == phase
     assert storages.seen
-    recovered = runner.recover(run, failure)
+    recovered = recover(run, failure)
     run.close()
     assert recovered is None
     assert storages.alive() == 0
@@ -143,7 +144,7 @@ def test_a_kept_error_would_keep_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "describe", lambda run, error: kept.append(error) or describe(run, error))
     config = tiny(tmp_path, *cell("mlp", "fp32"))
     run, failure, storages = failed_attempt(config, Fault("backward", 2, 1))
-    runner.recover(run, failure)
+    recover(run, failure)
     run.close()
     assert storages.alive() > 0
 

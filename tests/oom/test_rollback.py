@@ -10,6 +10,7 @@ from harness import Recorded
 from runs import weights
 
 from trainapp.run import runner
+from trainapp.run.recover import recover
 from trainapp.training.phase import Phase
 from trainapp.training.transaction import rollback
 
@@ -62,7 +63,7 @@ def test_the_order_of_a_rollback(tmp_path):
         failure = runner.run_until_oom(run)
     assert failure.phase == "loss"
     assert steps.calls == [("synchronize", True)]
-    assert runner.recover(run, failure) is None
+    assert recover(run, failure) is None
     calls = list(steps.calls)
     run.close()
     assert [name for name, _ in calls[1:5]] == ["synchronize", "drop_fetched", "zero_grad", "release"]
@@ -108,7 +109,7 @@ def test_a_second_lack_of_memory_is_covered_by_the_same_recovery(tmp_path, caplo
     run, raised = failing_while_waiting(tmp_path / "late", "CUDA error: out of memory")
     with caplog.at_level(logging.WARNING), injected(Injector(FAULT)):
         while (failure := runner.run_until_oom(run)) is not None:
-            runner.recover(run, failure)
+            recover(run, failure)
     run.close()
     assert len(raised) == 1
     assert "while waiting for the device after it had run out of memory: CUDA error: out of memory" in caplog.text

@@ -8,7 +8,7 @@ import runs
 from trainapp.config import compose
 from trainapp.launch import worker
 from trainapp.planning import planner
-from trainapp.run import runner
+from trainapp.run.prepare import SessionStart, prepare
 from trainapp.signals import StopRequest
 from trainapp.training import loop
 
@@ -46,7 +46,7 @@ def some(cases, *numbers):
 def measure(rank, config):
     """Return the peak of each of three steps, on a worker of the pool."""
     with worker.process_group(config) as ranks:
-        run = runner.prepare(config, StopRequest(), ranks)
+        run = prepare(SessionStart(config), StopRequest(), ranks)
         steps = []
         for _ in range(3):
             run.memory.peak = 0

@@ -29,6 +29,7 @@ from trainapp.parallel.fsdp import FSDP
 from trainapp.parallel.ranks import Flags
 from trainapp.parallel.strategy import Strategy
 from trainapp.run import runner
+from trainapp.run.prepare import SessionStart, prepare
 from trainapp.signals import Interrupted, StopRequest
 from trainapp.training import loop, stopping
 from trainapp.training.engine import Engine
@@ -168,7 +169,7 @@ COLLECTIVES = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scat
 def train_after_warming_up(rank: int, config: Config, *arguments: Any) -> Used:
     """Run with a strategy that warms up first, as on CUDA. Return what was used before training, and in it."""
     with worker.process_group(config) as ranks:
-        session = runner.prepare(config, StopRequest(), ranks)
+        session = prepare(SessionStart(config), StopRequest(), ranks)
         for_the_host = (ranks._vote_group, ranks._side_group, ranks.saving_group, ranks._flag_group)
         names_for_the_host = {group.group_name for group in for_the_host}
         with collectives_used() as warming_up:

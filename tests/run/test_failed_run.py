@@ -55,14 +55,14 @@ def test_one_that_could_not_be_built_for_want_of_memory_says_so_unless_it_contin
         raise RuntimeError("CUDA error: out of memory")
 
     with monkeypatch.context() as broken:
-        broken.setattr("trainapp.run.runner.build.build", fails)
+        broken.setattr("trainapp.run.prepare.build.build", fails)
         facts = failed_result(tmp_path)
     assert facts["error_kind"] == "out_of_memory"
     assert facts["failed"].startswith("out of memory while building the run")
 
     runs.run(tmp_path, *MLP)
     finished = (tmp_path / "result.json").read_text()
-    monkeypatch.setattr("trainapp.run.runner.build.build", fails)
+    monkeypatch.setattr("trainapp.run.prepare.build.build", fails)
     with pytest.raises(OutOfMemory):
         runs.run(tmp_path, *MLP, "train.max_steps=5")
     assert (tmp_path / "result.json").read_text() == finished

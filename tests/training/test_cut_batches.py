@@ -10,7 +10,8 @@ from zoo.harness import configure
 from trainapp.data.batch import map_tensors
 from trainapp.data.loader import Fetcher
 from trainapp.parallel.ranks import SingleRank
-from trainapp.run import runner
+from trainapp.run.prepare import SessionStart
+from trainapp.run.prepare import prepare as prepare_session
 from trainapp.signals import StopRequest
 
 # What rows would cut wrongly, and what they would not.
@@ -20,7 +21,7 @@ KINDS = ("tuple", "sample weights", *ODD)
 
 def prepare(run_dir, name):
     """A run that fetches 8 samples at a time, and whose micro-batches hold 3 at most, whatever their shape."""
-    run = runner.prepare(configure(catalogue.ALL[name], run_dir), StopRequest(), SingleRank())
+    run = prepare_session(SessionStart(configure(catalogue.ALL[name], run_dir)), StopRequest(), SingleRank())
     run.sizes.train.set_sizes({1 << power: 3 for power in range(12)} | {1 << 20: 8})  # the last is never seen
     calls, own_task = [], run.task
 

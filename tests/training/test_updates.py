@@ -20,6 +20,7 @@ from trainapp.data.sampler import Permutation
 from trainapp.errors import UserError
 from trainapp.rng import seed_from
 from trainapp.run import directory
+from trainapp.run.prepare import SessionStart, prepare
 from trainapp.training import loop
 from trainapp.training.engine import Engine
 
@@ -148,7 +149,7 @@ def test_the_state_of_an_updates_task_is_restored_and_saved(tmp_path):
 def test_a_stop_between_two_updates_waits_for_the_end_of_the_step(tmp_path, monkeypatch):
     """A signal during the first update of step 2: the step is finished and saved."""
     stop = runs.StopAt(99)
-    run = runs.runner.prepare(runs.configure(tmp_path, *OWN), stop, runs.SingleRank())
+    run = prepare(SessionStart(runs.configure(tmp_path, *OWN)), stop, runs.SingleRank())
     stop.run, commit = run, Engine.commit
 
     def struck(engine, *rest):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainapp.parallel.ranks import SingleRank
-from trainapp.run import runner
+from trainapp.run.prepare import SessionStart, prepare
 from trainapp.signals import StopRequest
 from trainapp.training import exactness
 from trainapp.training.engine import Totals
@@ -79,7 +79,7 @@ def start(name, run_dir, checks):
     """All that the first step begins with."""
     cell = ALL[name]
     catalogue.as_in_a_new_process(cell)
-    run = runner.prepare(configure(cell, run_dir, {"train.check_loss": checks}), StopRequest(), SingleRank())
+    run = prepare(SessionStart(configure(cell, run_dir, {"train.check_loss": checks})), StopRequest(), SingleRank())
     run.close()
     return exactness.outcome(run, Totals())
 

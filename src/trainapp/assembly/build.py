@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 def build(
     config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory | None = None, resumes: bool = False
 ) -> Session:
-    """Return a session without micro-batch sizes that writes nothing yet: see `runner.prepare`. Raises UserError for
+    """Return a session without micro-batch sizes that writes nothing yet: see `run.prepare`. Raises UserError for
     parts that do not fit together.
 
     Args:

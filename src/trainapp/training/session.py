@@ -93,8 +93,9 @@ class AttemptState:
 
 @dataclass
 class RecoveryState:
-    """What recovery remembers of earlier failures of this session."""
+    """What recovery needs to remember."""
 
+    task_states: dict[str, Any] = field(default_factory=dict)  # of the run's start, where a new session may begin again
     retried_step: int = -1  # the last step retried at the same size
     too_few_error: str = ""  # the model's error for too few samples, in parentheses; empty if there was none
 

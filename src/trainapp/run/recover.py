@@ -1,0 +1,86 @@
+"""Recovery from an error of a step: in place, with another micro-batch size, or by a new session."""
+
+import dataclasses
+
+from trainapp.checkpoint.manifest import read_manifest
+from trainapp.memory import host
+from trainapp.oom import recovery
+from trainapp.oom.report import Failure
+from trainapp.parallel.ranks import answered_by_rank_zero
+from trainapp.run import directory, resume
+from trainapp.run.prepare import SessionStart
+from trainapp.sizes.record import EVALUATION
+from trainapp.training.session import Session
+
+
+def recover(session: Session, failure: Failure) -> SessionStart | None:
+    """Roll the step back and change the micro-batch size. Return the start of a new session if this one cannot
+    continue.
+
+    Call outside `except`. Raises TrainingStopped if no other size can help.
+    """
+    # Count before ranks agree, which may end this worker: the restarted one resumes the counts.
+    if not failure.by_peer:
+        _count(session, failure)
+    recovery.abort_on_all_ranks(session, failure)
+    if failure.by_peer:  # only now does this rank know whether its peer was out of memory
+        _count(session, failure)
+
+    # Then the state is that of before the step, and another size is tried.
+    if failure.host:
+        host.give_memory_back()
+    recovery.undo_attempt(session, failure)
+    if failure.needs_checkpoint:
+        return _restart(session, failure)
+    recovery.change_size(session, failure)
+    recovery.report(session, failure)
+    return None
+
+
+def _count(session: Session, failure: Failure) -> None:
+    session.sizes.recoveries += 1
+    if failure.is_out_of_memory:
+        session.sizes.oom_restarts += 1
+        session.memory.out_of_memory_count += 1
+
+
+def _restart(session: Session, failure: Failure) -> SessionStart:
+    """Return the start of a new session, from the last checkpoint or the start of the run: parameters may be half
+    updated, or written by a forward.
+    """
+    # The checkpoint to start from. One that is still being written in the background may be the newest.
+    config = session.config
+    session.checkpointer.finish()
+    # Until this run has saved one, its directory may have those of another branch, or of an earlier run.
+    has_checkpoints = session.checkpointer.has_saved or any(session.ranks.all_gather_object(directory.has_restarted()))
+    checkpoint = answered_by_rank_zero(session.ranks, lambda: resume.origin(config, has_checkpoints))
+    if checkpoint is None:
+        checkpoint_step = 0
+        origin_text = "the start"
+        resumed = "none"
+    else:
+        checkpoint_step = read_manifest(checkpoint)["step"]
+        origin_text = f"the checkpoint of step {checkpoint_step}"
+        resumed = str(checkpoint)
+
+    # The size to start with.
+    recovery.change_size(session, failure)
+    repeated = session.state.progress.step - checkpoint_step
+    failure.recovery.action = (
+        f"{failure.why_checkpoint}; restarting from {origin_text} and repeating {repeated} finished steps, with "
+        f"micro-batch {failure.recovery.old_size} -> {failure.recovery.new_size}"
+    )
+    recovery.report(session, failure)
+    sizes = session.sizes.state_dict()
+    if not failure.evaluating:  # sizes of evaluations are then those of the checkpoint
+        del sizes[EVALUATION]
+
+    checkpointing = dataclasses.replace(config.checkpointing, resume=resumed)
+    return SessionStart(
+        config=dataclasses.replace(config, checkpointing=checkpointing),
+        began=session.meter.began,
+        sizes=sizes,
+        memory=session.memory,
+        written=session.snapshot.written,
+        task_states=session.recovery.task_states,
+    )
