@@ -16,7 +16,7 @@ from trainapp.run import runner
 from trainapp.run.recover import recover
 from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.training import loop
-from trainapp.training.evaluate import evaluate
+from trainapp.training.evaluation.evaluate import evaluate
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
 

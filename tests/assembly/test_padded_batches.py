@@ -21,7 +21,7 @@ from trainapp.data.joining import is_padded
 from trainapp.draws.record import DrawRecord
 from trainapp.losses.losses import CheckedTask
 from trainapp.optim.emulated_kernels import install_for
-from trainapp.training.evaluate import EVALUATION
+from trainapp.training.evaluation.loop import EVALUATION
 
 HERE = "user_packages=[test_padded_batches]"
 TASK = "task=test_padded_batches."

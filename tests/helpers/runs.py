@@ -24,7 +24,7 @@ from trainapp.run import runner, trained
 from trainapp.run.prepare import SessionStart
 from trainapp.run.prepare import prepare as prepare_session
 from trainapp.signals import StopRequest
-from trainapp.training import loop, memory_watch, transaction
+from trainapp.training import loop, memory_watch
 from trainapp.training.engine import Totals
 from trainapp.training.session import Session
 
@@ -122,8 +122,9 @@ def closed(run_dir: Path, *overrides: str) -> Session:
 def accumulate(session: Session, is_logged: bool = False) -> Totals:
     """Accumulate the gradients of the next step, without clipping them."""
     session.engine.begin(session.begin_update()._replace(is_logged=is_logged))
-    around = functools.partial(memory_watch.micro_batch_context, session)
-    return loop.accumulate(session.engine, transaction.micro_batches(session), around)
+    watch = functools.partial(memory_watch.watched, session, session.sizes.train)
+    batches = session.engine.prepare(session.micro_batches(), watch)
+    return loop.accumulate(session.engine, batches, functools.partial(memory_watch.micro_batch_context, session))
 
 
 def of_whole_batch(session: Session, task: Any, batch: Any = None) -> tuple[float, torch.Tensor]:

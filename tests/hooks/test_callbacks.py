@@ -11,7 +11,7 @@ from helpers import _events, metrics, result, texts
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import json_lines
 from trainapp.hooks.callbacks import Callbacks, EarlyStopping
-from trainapp.training import events
+from trainapp.training import callback_calls, reporting
 from trainapp.training.engine import Engine
 
 MLP = (*runs.MODELS["mlp"], "model.dropout=0.1", "user_packages=[own_hooks]")
@@ -47,7 +47,7 @@ def test_every_moment_once(tmp_path):
 @pytest.mark.slow
 def test_not_for_a_retried_step(tmp_path, monkeypatch):
     """Memory runs out in the second step, and in the log of the third, which is committed by then."""
-    reduce, log, failed = Engine.reduce, events.log, []
+    reduce, log, failed = Engine.reduce, reporting.log, []
 
     def fails_once(engine):
         totals = reduce(engine)
@@ -63,7 +63,7 @@ def test_not_for_a_retried_step(tmp_path, monkeypatch):
         return log(run, *arguments)
 
     monkeypatch.setattr(Engine, "reduce", fails_once)
-    monkeypatch.setattr(events, "log", fails_in_log)
+    monkeypatch.setattr(reporting, "log", fails_in_log)
     ended = runs.run(tmp_path, *MLP, own("Records"))
     assert failed == ["gradients", "log"]
     assert ended.oom_restarts == 2
@@ -169,7 +169,7 @@ def test_an_improvement_resets_the_patience(tmp_path):
     early = run.callbacks.by_name["early_stopping"]
     stops = []
     for step, loss in enumerate([3.0, 4.0, 2.0, float("nan"), 1.5, 1.5, 1.6], start=1):
-        view = events._view(run, "early_stopping", events.Verdict())
+        view = callback_calls._view(run, "early_stopping", callback_calls.Verdict())
         changed = {"step": step, "stop": stops.append, "is_scheduled": True}
         early.after_evaluation(type(view)(**{**vars(view), **changed}), {"loss": loss})
         assert bool(stops) == (step == 7)

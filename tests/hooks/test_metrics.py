@@ -15,7 +15,8 @@ from trainapp.errors import UserError
 from trainapp.hooks.metric_state import TorchMetric
 from trainapp.hooks.metrics import StatefulMetrics, as_scalars
 from trainapp.memory.live_tensors import Category
-from trainapp.training import evaluate, loop
+from trainapp.training import loop
+from trainapp.training.evaluation.evaluate import evaluate
 
 MLP = (*runs.MODELS["mlp"], "user_packages=[own_hooks]", "train.max_steps=2", "every.eval=2")
 F1 = "+metrics.f1={_target_: torchmetrics.F1Score, task: multiclass, average: macro}"
@@ -39,7 +40,7 @@ def whole(run):
 def evaluated(tmp_path, *overrides):
     run = runs.prepare(tmp_path, *MLP, *overrides)
     try:
-        evaluate.evaluate(run)
+        evaluate(run)
         return run, evaluations(tmp_path)[-1], *whole(run)
     finally:
         run.close()
@@ -164,7 +165,7 @@ def test_the_state_counts_as_memory(tmp_path):
     peaks = {}
     for kind in ("Unmergeable", "Large"):
         run = runs.prepare(tmp_path / kind, *MLP, own(kind), "batch.eval_micro_size=50")
-        evaluate.evaluate(run)
+        evaluate(run)
         run.close()
         peaks[kind] = run.memory.window()["memory/peak"]
     assert peaks["Large"] - peaks["Unmergeable"] == 2 * 2**20  # and the copy that undoes an update
@@ -176,7 +177,7 @@ def test_nothing_of_the_samples_stays_after_an_evaluation(tmp_path, monkeypatch)
     monkeypatch.setattr(
         evaluate.events, "call", lambda run, *_: seen.append(sum(t.nbytes for t in run.metrics.tensors()))
     )
-    evaluate.evaluate(run)
+    evaluate(run)
     run.close()
     assert seen == [before]
     assert sum(t.nbytes for t in run.metrics.tensors()) == before

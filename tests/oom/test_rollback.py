@@ -11,8 +11,8 @@ from runs import weights
 
 from trainapp.run import runner
 from trainapp.run.recover import recover
+from trainapp.training.attempt import rollback
 from trainapp.training.phase import Phase
-from trainapp.training.transaction import rollback
 
 from .conftest import cell, prepared, tiny
 

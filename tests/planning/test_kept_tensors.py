@@ -12,7 +12,7 @@ from trainapp.memory.live_tensors import LiveTensors
 from trainapp.planning import planner
 from trainapp.run import runner
 from trainapp.training import loop
-from trainapp.training.evaluate import evaluate
+from trainapp.training.evaluation.evaluate import evaluate
 
 STEPS = 5
 ONE = "batch.global_size=16"  # micro-batch per step

@@ -11,8 +11,10 @@ import weighted
 from torch import nn
 
 from trainapp.errors import TrainingStopped, UserError
-from trainapp.training import engine, evaluate, loop
+from trainapp.training import engine, loop
 from trainapp.training.engine import Totals
+from trainapp.training.evaluation.evaluate import evaluate
+from trainapp.training.evaluation.objective import record_objective
 
 OVERRIDES = (
     *weighted.OVERRIDES,
@@ -74,7 +76,7 @@ def test_a_norm_in_fp32_would_be_noticed(prepare, monkeypatch):
 
 def test_evaluation_divides_by_the_true_count(prepare):
     run = prepare("+data.scale=1e-4", "batch.eval_micro_size=7")
-    evaluate.evaluate(run)
+    evaluate(run)
     (line,) = (run.tracker.run_dir / "evaluations.jsonl").read_text().splitlines()
     data = weighted.Vectors("val", scale=1e-4)
     run.state.model.eval()
@@ -142,7 +144,7 @@ def test_an_evaluation_in_which_nothing_counts(prepare, caplog):
     run = prepare()
     run.engine.evaluated_task = lambda model, batch: (model(batch["inputs"]).sum() * 0, 0, {})
     with caplog.at_level(logging.INFO):
-        evaluate.evaluate(run)
+        evaluate(run)
     assert math.isnan(run.state.progress.objective)
     assert run.state.progress.best is None
     assert "evaluation at step 0: the loss's count is 0" in caplog.text
@@ -151,12 +153,12 @@ def test_an_evaluation_in_which_nothing_counts(prepare, caplog):
 def test_an_objective_that_an_evaluation_does_not_have(prepare):
     run = prepare("objective=max third")
     run.state.progress.step = 1
-    evaluate.record_objective(run, {"loss": 1.0, "third": 0.5})
-    evaluate.record_objective(run, {"loss": 1.0})
+    record_objective(run, {"loss": 1.0, "third": 0.5})
+    record_objective(run, {"loss": 1.0})
     assert math.isnan(run.state.progress.objective)
     assert run.state.progress.best == 0.5
     with pytest.raises(UserError, match="there is no such metric"):
-        evaluate.record_objective(prepare("objective=max third"), {"loss": 1.0})
+        record_objective(prepare("objective=max third"), {"loss": 1.0})
 
 
 def test_a_metric_is_averaged_over_the_batches_that_have_it():

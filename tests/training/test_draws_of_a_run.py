@@ -268,5 +268,5 @@ def test_the_generator_is_restored_after_each_micro_batch(tmp_path):
     session = runs.closed(tmp_path, *of("Diffusion"), BY_SAMPLE, "batch.micro_size=4")
     session.engine.begin(session.begin_update())
     before = torch.default_generator.get_state()
-    loop.accumulate(session.engine, iter(list(loop.micro_batches(session))), lambda micro: torch.enable_grad())
+    loop.accumulate(session.engine, iter(list(session.micro_batches())), lambda micro: torch.enable_grad())
     assert torch.equal(torch.default_generator.get_state(), before)

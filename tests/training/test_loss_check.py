@@ -26,7 +26,7 @@ from trainapp.draws.record import DrawRecord
 from trainapp.errors import UserError
 from trainapp.losses import losses
 from trainapp.optim.emulated_kernels import install_for
-from trainapp.training.evaluate import EVALUATION
+from trainapp.training.evaluation.loop import EVALUATION
 
 PACKAGES = "user_packages=[own_tasks,own_streams,test_loss_check]"
 UNCHECKED, PER_SAMPLE = "train.check_loss=false", "train.draws=per_sample"

@@ -23,7 +23,7 @@ from trainapp.state.contents import Contents
 from trainapp.state.snapshot import Parameters
 from trainapp.tracking.utilisation import Utilisation, peak_flops
 from trainapp.training.engine import Engine
-from trainapp.training.evaluate import written_without_copy
+from trainapp.training.evaluation.evaluate import written_without_copy
 from trainapp.training.phase import Phase
 from trainapp.training.session import Objective, Session
 

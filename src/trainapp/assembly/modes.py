@@ -8,7 +8,7 @@ from trainapp.assembly.resources import Resources
 from trainapp.losses.losses import CheckedTask, is_built_in
 from trainapp.torch_private import has_values
 from trainapp.training.engine import training_draws
-from trainapp.training.evaluate import EVALUATION
+from trainapp.training.evaluation.loop import EVALUATION
 
 NO_CHECK_NEEDED = "no check needed, since task and model are trainapp's own"
 

@@ -26,7 +26,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import atomic_write, strict_json
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.signals import Stopped
-from trainapp.training.evaluate import EVALUATION, as_evaluated, each_micro_batch
+from trainapp.training.evaluation.loop import EVALUATION, as_evaluated, each_micro_batch
 from trainapp.training.memory_watch import begin_counting_refused
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session

@@ -18,8 +18,8 @@ from trainapp.oom.report import Failure, sizes_of_phase, write
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
 from trainapp.sizes.micro_batches import AttemptFailure
 from trainapp.torch_private import release_failed_backward
+from trainapp.training.attempt import rollback
 from trainapp.training.session import Session
-from trainapp.training.transaction import rollback
 from trainapp.units import listed
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def _exchange_failures(ranks: Ranks, failure: Failure) -> None:
 
 
 def undo_attempt(session: Session, failure: Failure) -> None:
-    """Leave no trace of the failed attempt; see `transaction.rollback`. Sets `lost`, equal on all ranks: state that the
+    """Leave no trace of the failed attempt; see `attempt.rollback`. Sets `lost`, equal on all ranks: state that the
     rollback could not restore, see `Snapshot`.
     """
     release_failed_backward()

@@ -34,9 +34,9 @@ from trainapp.run.result import (
     write_failure,
 )
 from trainapp.signals import AtWork, Interrupted, StopRequest, deadline_of
-from trainapp.training import events, loop, stopping
+from trainapp.training import callback_calls, loop, reporting, stopping
 from trainapp.training.dependence import warn_of_padding
-from trainapp.training.evaluate import evaluate
+from trainapp.training.evaluation.evaluate import evaluate
 from trainapp.training.memory_watch import refused_in_attempt
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
@@ -67,7 +67,7 @@ def _run_session(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Sessio
         if start.is_first:
             _print_recipe(session)
             warn_of_padding(session)
-            events.warn_of_unknown_epochs(session)
+            reporting.warn_of_unknown_epochs(session)
         next_start = _run_with_retries(session)
     if next_start is not None:
         return next_start
@@ -164,7 +164,7 @@ def work(session: Session) -> None:
     config = session.config
     if config.mode == "eval":
         evaluate(session)
-        events.end(session)
+        callback_calls.end(session)
     elif config.mode == "predict":
         predict.predict(session)
     elif config.mode == "generate":
@@ -173,6 +173,6 @@ def work(session: Session) -> None:
         loop.train(session)
         if session.stop.agreed and stopping.at_work(session).is_saved:
             session.stop.has_saved()
-        events.end(session)
+        callback_calls.end(session)
     else:
         raise ValueError(f"mode={config.mode} has no session")  # a mistake of this program: see `launch.launch`

@@ -38,7 +38,7 @@ class Owner(NamedTuple):
     get: Callable[[], Any]
     set: Callable[[Any], Any]
     kind: str  # "model", "task", "data" or "callbacks"; "generator"
-    is_restored_elsewhere: bool = False  # a transaction restores it differently: a module's tensors, a stream's samples
+    is_restored_elsewhere: bool = False  # a rollback restores it differently: a module's tensors, a stream's samples
 
     def copy(self) -> Any:
         """Return the state, for `restore`."""

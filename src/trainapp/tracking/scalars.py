@@ -1,4 +1,4 @@
-"""Names of the scalars that the program itself logs: see `training.events` and `Meter.scalars`. Imports no torch."""
+"""Names of the scalars that the program itself logs: see `training.reporting` and `Meter.scalars`. Imports no torch."""
 
 STEP_SCALARS = frozenset({"loss", "step", "samples", "epoch", "lr", "grad_norm", "skipped_steps", "loss_scale"})
 # These vary between identical runs.

@@ -15,11 +15,11 @@ from trainapp.checkpoint.plain_values import digest, encoded
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.state.checksum import checksum
 from trainapp.torch_private import local
+from trainapp.training.attempt import rollback
 from trainapp.training.engine import Totals
-from trainapp.training.memory_watch import micro_batch_context
+from trainapp.training.memory_watch import micro_batch_context, watched
 from trainapp.training.phase import Phase, UpdateContext
 from trainapp.training.session import Session
-from trainapp.training.transaction import micro_batches, rollback
 from trainapp.units import listed
 
 STEPS = 3
@@ -45,7 +45,8 @@ def require_same_twice(session: Session, context: UpdateContext, accumulate: Cal
     # Run the step twice, each time from the same snapshot and seeds.
     outcomes = []
     for _ in range(2):
-        totals = accumulate(engine, micro_batches(session), functools.partial(micro_batch_context, session))
+        batches = engine.prepare(session.micro_batches(), functools.partial(watched, session, session.sizes.train))
+        totals = accumulate(engine, batches, functools.partial(micro_batch_context, session))
         outcomes.append(outcome(session, totals))
         rollback(session, Phase.GRADIENTS, other_ranks_wait=session.ranks.world_size > 1)
         engine.seed(context)

@@ -1,9 +1,10 @@
 """The inner loop: what happens in each optimizer step, in order.
 
-A step is a transaction. Its samples are fixed by the sampler's state. Gradients are summed over micro-batches while
-parameters and optimizer stay unchanged, so aborting is free; then one update changes everything. An
-out-of-memory error leaves `train`; the runner rolls the step back outside `except`, chooses a smaller micro-batch, and
-calls `train` again. With several optimizers, a step is a transaction for each, on the same samples.
+A step is a transaction: an attempt at it is committed, or rolled back without a trace. Its samples are fixed by the
+sampler's state. Gradients are summed over micro-batches while parameters and optimizer stay unchanged, so aborting is
+free; then one update changes everything. An out-of-memory error leaves `train`; the runner has the step rolled back
+outside `except`, with a smaller micro-batch chosen, and calls `train` again. With several optimizers, each update of a
+step is a transaction, on the same samples.
 """
 
 import functools
@@ -11,14 +12,14 @@ from collections.abc import Iterator
 
 from trainapp.data.batch import MicroBatch
 from trainapp.sizes.record import shape_suffix, sizes_text
-from trainapp.training import events, exactness, stopping
+from trainapp.training import callback_calls, exactness, reporting, stopping
+from trainapp.training.attempt import attempt
 from trainapp.training.dependence import note_dependence
 from trainapp.training.engine import BatchContext, Engine, Totals, UpdateResult
-from trainapp.training.evaluate import evaluate
-from trainapp.training.memory_watch import micro_batch_context
+from trainapp.training.evaluation.evaluate import evaluate
+from trainapp.training.memory_watch import micro_batch_context, watched
 from trainapp.training.phase import Phase, UpdateContext
 from trainapp.training.session import Session
-from trainapp.training.transaction import micro_batches, transaction
 
 
 def train(session: Session) -> None:
@@ -31,7 +32,7 @@ def train(session: Session) -> None:
     with session.engine.at(Phase.COMMITTED):
         while True:
             update_weight_average(session)
-            events.after_step(session)
+            callback_calls.after_step(session)
             if session.awaits_evaluation and not session.stop.agreed:  # after a stop, the same command evaluates
                 evaluate(session)
             if session.save_is_due:
@@ -45,10 +46,11 @@ def train_step(session: Session) -> None:
     """Make one optimizer step over the global batch; with several optimizers, one update of each in turn."""
     engine = session.engine
     for context in session.coming_updates():
-        with transaction(session, context):  # until the commit, `rollback` leaves no trace of the step
+        with attempt(session, context):  # until the commit, `rollback` leaves no trace of it
             if context.checks_exactness:
                 exactness.require_same_twice(session, context, accumulate)
-            batches = micro_batches(session)  # the samples, cut to the size that fits
+            samples = session.micro_batches()  # fetched, and cut to the size that fits
+            batches = engine.prepare(samples, functools.partial(watched, session, session.sizes.train))
             result = run_update(engine, batches, functools.partial(micro_batch_context, session))
             advance_progress(session, context, result)
         after_update(session, context, result)
@@ -91,11 +93,11 @@ def advance_progress(session: Session, context: UpdateContext, result: UpdateRes
 def after_update(session: Session, context: UpdateContext, result: UpdateResult) -> None:
     """Log, free the gradients, exchange flags with the other ranks, and act on them."""
     if context.is_logged:
-        events.log(session, context, result)
+        reporting.log(session, context, result)
     if context.plots_memory:
-        events.draw_timeline(session)
+        reporting.draw_timeline(session)
     if not result.applied and result.totals.count == 0:
-        events.warn_nothing_counts(session, context)
+        reporting.warn_nothing_counts(session, context)
 
     # The update is over: free its gradients, and let the ranks agree on what comes next.
     session.engine.drop_gradients()

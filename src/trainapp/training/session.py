@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import Config
+from trainapp.data.batch import MicroBatch
 from trainapp.data.eval_batches import EvalBatches
 from trainapp.data.train_batches import TrainBatches
 from trainapp.hooks.callbacks import Callbacks
@@ -78,7 +79,7 @@ class Evaluation:
     totals: Totals | None = None  # so far, for the current data set
     complete: bool = False  # whether all ranks have finished its micro-batches
     before: State | None = None  # of model, task and data, to which the current data set's evaluation returns
-    embedded: Any = None  # its embeddings so far, if the loss compares them: see `training.evaluate`
+    embedded: Any = None  # its embeddings so far, if the loss compares them: see `training.evaluation`
     finished: dict[str, dict[str, Any]] = field(default_factory=dict)  # metrics of the sets already evaluated, by name
     last: dict[str, float] = field(default_factory=dict)  # as logged, in this process
 
@@ -205,6 +206,17 @@ class Session:
             plots_memory=self.memory.keep_events and not self.sizes.train.is_unvalidated,  # the step must be typical
             checks_exactness=self.exactness_checks_left > 0,
         )
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """Return the coming update's samples, fetched and cut to the size that fits: as many pieces on every rank."""
+        sizes_by_update = list(self.sizes.by_update.values())
+        fetched = self.batches.micro_batches(
+            self.state.progress,
+            [sizes.size for sizes in sizes_by_update],
+            self.state.cadences,
+            [sizes.fewest_samples for sizes in sizes_by_update],
+        )
+        return self.sizes.train.cut_all(self.meter.timed(fetched), self.ranks)
 
     @property
     def eval_ranks(self) -> Ranks:

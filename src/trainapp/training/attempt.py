@@ -1,20 +1,19 @@
-"""A step is a transaction: until its commit, `rollback` leaves no trace of it. Also the samples that it is made of."""
+"""An attempt at a step: how it begins and, unless it is committed, how it is rolled back without a trace."""
 
 import contextlib
 import functools
 import time
 from collections.abc import Iterator
 
-from trainapp.data.batch import MicroBatch
 from trainapp.training import stopping
-from trainapp.training.memory_watch import begin_counting_refused, watch_step, watched
+from trainapp.training.memory_watch import begin_counting_refused, watch_step
 from trainapp.training.phase import Phase, UpdateContext
 from trainapp.training.session import Session
 
 
 @contextlib.contextmanager
-def transaction(session: Session, context: UpdateContext) -> Iterator[None]:
-    """Make a step a transaction, up to and including its commit. An error passes through: the runner calls `rollback`.
+def attempt(session: Session, context: UpdateContext) -> Iterator[None]:
+    """Begin an attempt at a step; the block makes and commits it. An error passes through: the runner calls `rollback`.
 
     Seeds the global generators and records everything else a forward may change (`Snapshot`). While the size is
     unvalidated, enables votes before each collective on whether any rank ran out of memory; also in the step in which
@@ -71,17 +70,3 @@ def rollback(session: Session, phase: Phase, other_ranks_wait: bool) -> None:
     # Restore what its forwards have written.
     if phase.can_be_undone:
         session.snapshot.restore()
-
-
-def micro_batches(session: Session) -> Iterator[MicroBatch]:
-    """Return the coming step's samples, fetched and split to the size that fits: the same number on every rank."""
-    sizes_by_update = list(session.sizes.by_update.values())
-    fetched = session.batches.micro_batches(
-        session.state.progress,
-        [sizes.size for sizes in sizes_by_update],
-        session.state.cadences,
-        [sizes.fewest_samples for sizes in sizes_by_update],
-    )
-    sizes = session.sizes.train
-    watch = functools.partial(watched, session, sizes)
-    return session.engine.prepare(sizes.cut_all(session.meter.timed(fetched), session.ranks), watch)

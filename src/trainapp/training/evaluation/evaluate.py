@@ -1,0 +1,264 @@
+"""Evaluation: every evaluation set in turn, each sample once."""
+
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trainapp.data.batch import MicroBatch
+from trainapp.data.eval_batches import EvalBatches
+from trainapp.hooks.metrics import as_scalars, logged_name
+from trainapp.losses.losses import evaluate_metrics, has_embeddings
+from trainapp.losses.set_embeddings import SetEmbeddings
+from trainapp.models.inspect import per_sample_buffers
+from trainapp.rng import seed_from
+from trainapp.signals import Stopped
+from trainapp.training import callback_calls, stopping
+from trainapp.training.engine import Totals
+from trainapp.training.evaluation.loop import as_evaluated, each_micro_batch
+from trainapp.training.evaluation.objective import record_objective
+from trainapp.training.evaluation.own_rows import SharedRows, per_sample_copies, require_own_rows
+from trainapp.training.memory_watch import begin_counting_refused, watched
+from trainapp.training.phase import Phase
+from trainapp.training.session import Evaluation, Session
+from trainapp.units import listed
+
+
+@torch.no_grad()
+def evaluate(session: Session) -> None:
+    """Evaluate all samples of every set, resuming after an out-of-memory error. After a stop, which all ranks agree on,
+    nothing is evaluated: the evaluation is repeated as a whole after the resume.
+
+    Raises UserError for a metric that the task does not have, and errors of metrics.
+    """
+    assert session.eval_sets, "evaluation without evaluation data"
+    session.attempt.started = time.monotonic()
+    begin_counting_refused(session)
+
+    # Evaluate the sets that are not finished yet: after an error, it continues with the one that failed.
+    with session.engine.at(Phase.EVALUATE):
+        session.engine.nonfinite.check()
+        try:
+            with session.meter.pause():
+                for name, batches in session.eval_sets.items():
+                    if name not in session.evaluation.finished:
+                        session.evaluation.finished[name] = evaluate_set(session, name, batches)
+        except Stopped:
+            _forget_evaluation(session)
+            return
+        _record_results(session)
+
+
+def _forget_evaluation(session: Session) -> None:
+    """Undo an evaluation that a stop has cut short. Collective."""
+    session.metrics.reset()
+    if session.strategy.forward_is_collective:
+        session.strategy.finish_accumulation()
+    _undo_writes(session)
+    session.evaluation = Evaluation(last=session.evaluation.last)
+
+
+def _record_results(session: Session) -> None:
+    """Log the results of all sets, record the objective and call the callbacks."""
+    progress = session.state.progress
+    values = {}
+    for name, metrics in session.evaluation.finished.items():
+        for metric, value in metrics.items():
+            values[logged_name(name, metric)] = value
+    session.evaluation.finished = {}
+
+    # Results of stateful metrics that are no numbers go to callbacks only.
+    means = {name: value for name, value in values.items() if isinstance(value, float)}
+    session.evaluation.last = means
+    progress.evaluated_at = progress.step
+    session.checkpointer.saved_at = -1  # a checkpoint of this step, saved for a stop, lacks the results
+    session.tracker.log_evaluation(progress.step, progress.samples, means)
+    record_objective(session, means)
+    callback_calls.call(session, "after_evaluation", values)
+
+
+def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str, Any]:
+    """Evaluate all samples of one set. Return its metrics by name, and results of stateful metrics. Collective."""
+    sizes = session.sizes.evaluation
+    current = session.evaluation
+    autotuner = session.sizes.autotuner
+    tunes = autotuner is not None and autotuner.follow(sizes)
+
+    # Make the ranks equal; skipped on a retry, which may run on one rank only.
+    if current.totals is None:
+        # Each rank validates its size on its own batches, whose number differs: agree once.
+        votes = session.ranks.all_gather_object(tunes or sizes.is_unvalidated)
+        session.ranks.enable_votes(any(votes))
+        # Rows of a rank's own samples would be lost to training.
+        names = per_sample_buffers({"model": session.state.model})
+        rows = {name.removeprefix("model.") for name in names}
+        session.strategy.broadcast_buffers(except_for=rows)
+
+    # Begin the set, or begin it again.
+    must_begin_again = batches.is_stream and not current.complete  # a stream is read from its start
+    if current.totals is None or must_begin_again:
+        _undo_writes(session)
+        current.totals = Totals()
+        current.embedded = None
+        if has_embeddings(session.task):
+            current.embedded = SetEmbeddings(session.task)
+        session.metrics.reset()
+    _set_state_aside(session)
+
+    # Run its micro-batches, then return to the state before them.
+    totals = _totals_with_own_rows(session, name, batches)
+    if session.strategy.forward_is_collective:
+        session.strategy.finish_accumulation()
+        sizes.record_success(session.ranks, may_change=True)  # a rank may have seen shapes that are new to others
+    _undo_writes(session)
+
+    # Merge the results of all ranks.
+    totals = totals.over(session.ranks)
+    results = session.metrics.results(session.ranks, functools.partial(stopping.interruptible, session))
+    values = results | totals.means(session.ranks) | as_scalars(results)
+    current.totals = None
+    current.embedded = None
+    current.complete = False
+    session.metrics.reset()
+    if totals.count == 0:
+        _warn_nothing_counts(session, name)
+    return values
+
+
+def _totals_with_own_rows(session: Session, name: str, batches: EvalBatches) -> Totals:
+    """Return `_totals_of_set`, of micro-batches whose samples do not share rows."""
+    while True:
+        try:
+            return _totals_of_set(session, name, batches)
+        except SharedRows as shared:
+            _begin_with_fewer_samples(session, name, shared)
+
+
+def _begin_with_fewer_samples(session: Session, name: str, shared: SharedRows) -> None:
+    """Return to the start of a set, and let its micro-batches have no more samples than its buffer has rows."""
+    _undo_writes(session)
+    session.metrics.reset()
+    _set_state_aside(session)
+    session.sizes.evaluation.limit(shared.rows)
+    set_text = f" of {name}" if name else ""
+    session.tracker.warn_once(
+        f"batch.eval_micro_size={session.config.batch.eval_micro_size}: the first {shared.samples} samples of the "
+        f"evaluation{set_text} write to {shared.rows} rows of {shared.name} (per_sample_buffers): the set has "
+        f"{shared.rows} sequences, and two time steps of one must not meet in a micro-batch. It is evaluated "
+        f"{shared.rows} samples at a time, as batch.eval_micro_size={shared.rows} asks",
+        topic=f"rows of {shared.name} in evaluation",
+    )
+
+
+def _totals_of_set(session: Session, name: str, batches: EvalBatches) -> Totals:
+    """Run the set's remaining micro-batches. Return this rank's totals of the whole set."""
+    current = session.evaluation
+    assert current.totals is not None, "outside an evaluation"
+    fetched = batches.from_sample(current.totals.samples, session.sizes.evaluation.size, session.ranks)
+    with as_evaluated(session.engine, name):
+        if not current.complete:  # otherwise one rank alone repeats what follows
+            compute = functools.partial(_totals_with, session)
+            keep = functools.partial(_keep, session, per_sample_copies(session))
+            each_micro_batch(session, fetched, compute, keep)
+            current.complete = True
+
+        # The loss of embeddings compares all of them, so it comes after the last micro-batch.
+        if current.embedded is None:
+            return current.totals
+        return _totals_of_embeddings(session, current.embedded, batches)
+
+
+def _totals_with(session: Session, micro: MicroBatch) -> Totals:
+    """Return the evaluation's totals, including this micro-batch."""
+    current = session.evaluation
+    assert current.totals is not None, "outside an evaluation"
+    task = session.task if current.embedded is None else current.embedded.task
+    loss, count, metrics = session.engine.evaluate(task, micro.data)
+    metric_sums = evaluate_metrics(metrics, session.metrics.names)
+    if micro.real:
+        session.metrics.update(metrics)
+
+    # A copy: a loss that is a view would keep its micro-batch's tensors until the evaluation ends.
+    return current.totals.plus(loss.clone(), count, metric_sums, micro.samples, micro.real)
+
+
+def _keep(session: Session, copies: dict[str, torch.Tensor], micro: MicroBatch, totals: Totals) -> None:
+    current = session.evaluation
+    assert current.totals is not None, "outside an evaluation"
+    if copies and not current.totals.samples:
+        require_own_rows(session, copies, micro)
+    if current.embedded is not None:
+        current.embedded.keep(micro.real)
+    current.totals = totals
+
+
+def _totals_of_embeddings(session: Session, embedded: SetEmbeddings, batches: EvalBatches) -> Totals:
+    """Return this rank's totals of a set whose batches are embedded.
+
+    Collective on the first call only, so that a retry may run on one rank.
+    """
+    # The embeddings of all ranks, in global batches as in training.
+    global_batches = embedded.gathered(session.ranks, batches.is_stream, session.config.batch.global_size)
+
+    session.metrics.reset()  # drops results of an attempt that ran out of memory
+    totals = Totals()
+    for start, rows in global_batches:
+        if stopping.stop_heard(session):
+            break
+        watching = watched(session, session.sizes.evaluation, rows, always=True)
+        with watching, session.state.precision.autocast:
+            seed_from(session.state.device, session.state.seed, start)  # the same on all ranks
+            loss, count, metrics = embedded.loss_of(rows, session.state.device)
+            metric_sums = evaluate_metrics(metrics, session.metrics.names)
+            session.metrics.update(metrics)
+        totals = totals.plus(loss.clone(), count, metric_sums)
+    stopping.agree_on_stop(session)
+    return totals
+
+
+def _warn_nothing_counts(session: Session, name: str) -> None:
+    set_text = f" of {name}" if name else ""
+    session.tracker.warn_once(
+        f"evaluation{set_text} at step {session.state.progress.step}: the loss's count is 0 over the whole evaluation "
+        "set, so the loss is nan",
+        topic=f"nothing counts in evaluation {name}",
+    )
+
+
+# --- what forwards in evaluation write
+
+
+def _set_state_aside(session: Session) -> None:
+    """Record the state that the evaluation of a set begins with, unless it continues after an error. The weights'
+    average takes their place meanwhile, since forwards may write it, too.
+    """
+    if session.evaluation.before is None:
+        with session.state.average.in_place_of_weights():
+            session.evaluation.before = session.snapshot.set_aside()
+
+
+def _undo_writes(session: Session) -> None:
+    """Return to the state that was set aside, if any: training does not depend on what forwards in evaluation write."""
+    if session.evaluation.before is None:
+        return
+    with session.state.average.in_place_of_weights():
+        lost = session.snapshot.return_to(session.evaluation.before)
+    session.evaluation.before = None
+    if lost:
+        work = f"the evaluation at step {session.state.progress.step}"
+        session.tracker.warn_once(written_without_copy(work, lost), topic="parameters written in evaluation")
+
+
+def written_without_copy(work: str, names: Sequence[str]) -> str:
+    """Return a warning about parameters whose first write in place cannot be undone.
+
+    Args:
+        work: what has written them, such as "the evaluation at step 3".
+        names: the parameters.
+    """
+    return (
+        f"{work} is the first to write {listed(names)} in place, of which there was no copy yet (from now on there "
+        "is): what it has written stays. Make them buffers, which are always copied"
+    )
