@@ -22,6 +22,8 @@ from trainapp.config import command_line, compose, mistakes
 from trainapp.errors import Reported, UserError
 from trainapp.files import CONF
 from trainapp.launch import environment, launch
+from trainapp.launch.lock import locked
+from trainapp.launch.run_settings import write_settings
 from trainapp.signals import PAUSED, TIME_IS_UP, Interrupted
 
 log = logging.getLogger(__name__)
@@ -67,7 +69,7 @@ def job(composed: DictConfig) -> float | None:
 def _run_job(composed: DictConfig, run_dir: str, by_launcher: bool) -> float | None:
     """Check the configuration and run it in its directory. Return the objective."""
     hydra_config = HydraConfig.get()
-    with launch.locked(run_dir):
+    with locked(run_dir):
         flags = command_line.flags(hydra_config)
         overrides = command_line.overrides(hydra_config)
         command = command_line.command([*flags, *overrides], run_dir)
@@ -79,7 +81,7 @@ def _run_job(composed: DictConfig, run_dir: str, by_launcher: bool) -> float | N
             direction_name = str(getattr(direction, "name", direction))
             config = dataclasses.replace(config, sweeper_direction=direction_name[:3])
 
-        launch.describe(composed, config, hydra_config.overrides.task, flags)
+        write_settings(composed, config, hydra_config.overrides.task, flags)
         try:
             return launch.launch(config, by_launcher)
         except Interrupted as stopped:

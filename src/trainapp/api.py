@@ -20,7 +20,9 @@ from trainapp.config import command_line, compose
 from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import LOG
-from trainapp.launch import environment, launch
+from trainapp.launch import environment
+from trainapp.launch.lock import locked
+from trainapp.launch.process import prepare_process
 from trainapp.run import directory
 from trainapp.signals import TIME_IS_UP, TO_BE_CONTINUED, Interrupted, handled_by
 from trainapp.tracking import terminal
@@ -181,7 +183,7 @@ def _run(config: Config) -> None:
             return _run_as_command(config)
 
         # In this process. Torch is imported below, once the process is prepared.
-        with launch.locked(config.run_dir), _as_before(config.memory.expandable_segments):
+        with locked(config.run_dir), _as_before(config.memory.expandable_segments):
             from trainapp.run import runner
 
             directory.require_same_experiment(config)
@@ -203,7 +205,7 @@ def _as_before(expandable_segments: bool = False) -> Iterator[None]:
     variables = dict(os.environ)
 
     # Before torch is imported, and as for a deterministic run: one may follow in this process.
-    launch.prepare_process(expandable_segments, deterministic=True)
+    prepare_process(expandable_segments, deterministic=True)
     import torch
 
     from trainapp.rng import preserved_rng

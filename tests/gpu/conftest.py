@@ -2,9 +2,9 @@
 
 import pytest
 
-from trainapp.launch import launch
+from trainapp.launch.process import prepare_process
 
-launch.prepare_process(expandable_segments=True, deterministic=True)
+prepare_process(expandable_segments=True, deterministic=True)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from trainapp.errors import UserError
-from trainapp.launch import launch
+from trainapp.launch.lock import locked
 from trainapp.sweep import leaderboard, rows
 from trainapp.sweep.journal import Journal
 from trainapp.sweep.space import Dimension, Space
@@ -78,9 +78,9 @@ def test_a_run_that_is_not_done_shows_what_it_has_logged(journal, tmp_path, caps
     (tmp_path / "2/metrics.jsonl").write_text('{"step": 3}\n{"step": 5')
     (tmp_path / "2/evaluations.jsonl").write_text('{"step": 3, "accuracy": 0.9}\n')
     assert rows.read_sweep(journal)[2].state == "interrupted"
-    with launch.locked(str(tmp_path)):  # by its sweep: the job is starting, or ending
+    with locked(str(tmp_path)):  # by its sweep: the job is starting, or ending
         assert rows.read_sweep(journal)[2].state == "running"
-    with launch.locked(str(tmp_path / "2")):
+    with locked(str(tmp_path / "2")):
         found = rows.read_sweep(journal)
     assert (found[2].state, found[2].facts["steps"], found[2].best) == ("running", 3, 0.9)
     assert leaderboard.best_text(found) == "accuracy 0.9 (job 2)"

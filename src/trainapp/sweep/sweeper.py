@@ -19,7 +19,8 @@ from trainapp.config import command_line, excludes
 from trainapp.config.schema import Config, Sweep
 from trainapp.errors import UserError
 from trainapp.files import strict_json
-from trainapp.launch import environment, launch
+from trainapp.launch import environment
+from trainapp.launch.lock import locked
 from trainapp.sweep import samplers
 from trainapp.sweep.composing import Composer, read_settings
 from trainapp.sweep.journal import Journal
@@ -42,7 +43,7 @@ def run(context: HydraContext, function: TaskFunction, composed: DictConfig, arg
     space = parse(arguments, context.config_loader)
     composer = Composer(context.config_loader, composed, space)
     propose = samplers.build(settings, space)
-    with launch.locked(str(composer.folder)):
+    with locked(str(composer.folder)):
         journal = Journal(composer.folder)
 
         # Jobs see the time at which the sweep first began, also when it is continued.

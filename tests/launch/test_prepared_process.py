@@ -8,10 +8,10 @@ import pytest
 import runs
 from helpers import environment
 
-from trainapp.launch import launch
+from trainapp.launch.process import ALLOCATOR_SETTINGS, prepare_process
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-NAMES = (*launch.ALLOCATOR_SETTINGS, CUBLAS)
+NAMES = (*ALLOCATOR_SETTINGS, CUBLAS)
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def prepared(monkeypatch):
             monkeypatch.delenv(name)
         for name, value in (names or {}).items():
             monkeypatch.setenv(name, value)
-        launch.prepare_process(expandable_segments, deterministic)
+        prepare_process(expandable_segments, deterministic)
         return {name: os.environ[name] for name in NAMES if name in os.environ}
 
     return prepare
@@ -35,7 +35,7 @@ def test_expandable_segments(prepared):
     assert prepared(expandable_segments=False) == {}
 
 
-@pytest.mark.parametrize("name", launch.ALLOCATOR_SETTINGS)
+@pytest.mark.parametrize("name", ALLOCATOR_SETTINGS)
 def test_what_the_user_has_set_wins_under_any_name(prepared, name):
     """PYTORCH_CUDA_ALLOC_CONF beside PYTORCH_ALLOC_CONF would hide it: torch reads one of them."""
     chosen = {name: "backend:cudaMallocAsync"}
