@@ -25,7 +25,7 @@ then on the parameter is copied. A first write cannot be undone: `restore` names
 import contextlib
 import dataclasses
 import operator
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -34,16 +34,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainapp.state.attributes import CONTAINERS, RESULT, fingerprint, storages_of
+from trainapp.state.changes import changed_names, container_fingerprints, has_memory, with_updates
 from trainapp.state.checksum import checksum
-from trainapp.state.stateful import DEPTH, MOST_ITEMS, Owner, Stateful, can_be_restored, memory_of
+from trainapp.state.plain_values import is_plain, is_restorable, restorable_tensors
+from trainapp.state.stand_ins import with_stand_ins
+from trainapp.state.stateful import Owner, Stateful, memory_of
 from trainapp.state.structure import REGISTRIES, Structure, find_shards
 from trainapp.torch_private import MODULE_ATTRIBUTES, foreach_copy_, outside_dispatch_modes, version_of
 
-_PLAIN: tuple[type[Any], ...] = (
-    *(type(None), bool, int, float, complex, str, bytes, set),
-    *(np.ndarray, np.generic, torch.device),
-)
 # Classes that `take` passes over without asking further: among 300 attributes of 13 modules, this saves 60 us.
 _WITHOUT_TENSORS = frozenset({type(None), bool, int, float, str, list, dict, OrderedDict, set})
 Parameters = Literal["written", "trained", "all"]
@@ -78,7 +76,7 @@ class State:
     copies: list[tuple[Tensor, Tensor]]  # a tensor and its copy
     constants: dict[int, _Constant]  # by id
     arrays: list[tuple[np.ndarray, np.ndarray]]  # an array and its copy
-    checksums: dict[str, Tensor]  # of the structure's watched tensors; empty after the first steps
+    checksums: dict[str, Tensor]  # of the structure's rarely written tensors; empty after the first steps
     # Of tuples, lists and similar values, for each of `references.attributes`; empty after the first steps.
     fingerprints: list[dict[str, Any]]
 
@@ -197,17 +195,17 @@ class Snapshot:
                     continue
                 if type(value) is np.ndarray:
                     arrays.append((value, value.copy()))
-                elif type(value) is Tensor and _is_kept(value):
+                elif type(value) is Tensor and is_restorable(value):
                     constants.append(memory_of(value))
                 elif isinstance(value, tuple):
-                    constants.extend(map(memory_of, _kept_tensors(value)))
+                    constants.extend(map(memory_of, restorable_tensors(value)))
 
         # In the first steps also what reveals writes that leave no trace.
         checksums: dict[str, Tensor] = {}
         fingerprints: list[dict[str, Any]] = []
         if self._steps_to_verify:
             checksums = self._checksums()
-            fingerprints = _fingerprints(structure)
+            fingerprints = container_fingerprints(structure)
 
         self._state = State(
             structure=structure,
@@ -235,7 +233,7 @@ class Snapshot:
     def _references(self, structure: Structure, contents: list[dict[str, Any]] | None = None) -> _References:
         """Return the current references. contents: the registries' contents, if they are known to be current."""
         attributes = [values.copy() for values in structure.attributes]
-        attributes.extend(_plain(values) for values in structure.objects)
+        attributes.extend(_plain_attributes(values) for values in structure.objects)
         return _References(
             contents=contents or [dict(registry) for registry in structure.registries],
             attributes=attributes,
@@ -274,8 +272,8 @@ class Snapshot:
         structure = self._structure
         tensors = list(structure.buffers.values())
         for name in names:
-            if name in structure.watched:
-                tensors.append(structure.watched[name])
+            if name in structure.rarely_written:
+                tensors.append(structure.rarely_written[name])
         self._copies = [(tensor, torch.empty_like(tensor, requires_grad=False)) for tensor in tensors]
 
         # Grouped by device and dtype: BatchNorm's batch counter is an integer, and CUDA copies a mixed list with one
@@ -309,7 +307,9 @@ class Snapshot:
 
     def _checksums(self) -> dict[str, Tensor]:
         with outside_dispatch_modes():  # counting live tensors would take longer than summing
-            return {name: checksum(tensor) for name, tensor in self._structure.watched.items() if _has_memory(tensor)}
+            return {
+                name: checksum(tensor) for name, tensor in self._structure.rarely_written.items() if has_memory(tensor)
+            }
 
     # --- finding what a forward has written or changed
 
@@ -336,7 +336,7 @@ class Snapshot:
     def _written(self) -> list[str]:
         """Return the names of the parameters and constants written since `take`."""
         state = self._taken
-        watched = state.structure.watched
+        rarely_written = state.structure.rarely_written
         written = set()
 
         # By version counters.
@@ -348,9 +348,9 @@ class Snapshot:
         # In the first steps by checksums too: not all writes change the version.
         with outside_dispatch_modes():
             for name, checksum_before in state.checksums.items():
-                if not torch.equal(checksum(watched[name]), checksum_before):
+                if not torch.equal(checksum(rarely_written[name]), checksum_before):
                     written.add(name)
-        return [name for name in watched if name in written]
+        return [name for name in rarely_written if name in written]
 
     def changed(self) -> list[str]:
         """Return the names of what holds other values than at `take`, except data, and results left in attributes."""
@@ -361,7 +361,7 @@ class Snapshot:
         copies: dict[int, Any] = {**state.copies_by_id()}
         for array, copy in state.arrays:
             copies[id(array)] = copy
-        changed = [name for name in self._written() if id(structure.watched[name]) not in copies]
+        changed = [name for name in self._written() if id(structure.rarely_written[name]) not in copies]
 
         # Everything else by its value, before and now.
         before = state.references
@@ -369,14 +369,14 @@ class Snapshot:
         attributes_before = before.attributes
         attributes_now = now.attributes
         if state.fingerprints:  # a list may be the same, with other contents
-            attributes_before = _updated(attributes_before, state.fingerprints)
-            attributes_now = _updated(attributes_now, _fingerprints(structure))
+            attributes_before = with_updates(attributes_before, state.fingerprints)
+            attributes_now = with_updates(attributes_now, container_fingerprints(structure))
         values_before = [*before.contents, *attributes_before, before.owner_states]
         values_now = [*now.contents, *attributes_now, now.owner_states]
         holder_names = [*structure.holder_names, ""]  # names of owners are whole
         with outside_dispatch_modes():
             for holder, old, new in zip(holder_names, values_before, values_now, strict=True):
-                for name in _changed_names(old, new, copies):
+                for name in changed_names(old, new, copies):
                     whole_name = f"{holder}.{name}" if holder else name
                     changed.append(whole_name)
         distinct = dict.fromkeys(changed)
@@ -395,7 +395,7 @@ class Snapshot:
         # What was written without having a copy is lost; from now on it has one.
         written = self._written()
         copies = state.copies_by_id()
-        self.lost = [name for name in written if id(state.structure.watched[name]) not in copies]
+        self.lost = [name for name in written if id(state.structure.rarely_written[name]) not in copies]
         self.add_written(written)
 
         self._restore_tensors(state)
@@ -413,7 +413,7 @@ class Snapshot:
         """Return to a record that was set aside. Return the names of parameters that forwards have written since, of
         which it has no copies: they stay as they are.
         """
-        watched = state.structure.watched
+        rarely_written = state.structure.rarely_written
         copies = state.copies_by_id()
         constants = state.constants
         if not state.checksums:
@@ -426,7 +426,7 @@ class Snapshot:
         self._restore_tensors(dataclasses.replace(state, constants=constants))
         self._restore_references(state.structure, state.references)
         self._constants = state.constants  # copies of later versions have the values of later writes
-        return [name for name in self.written if name in watched and id(watched[name]) not in copies]
+        return [name for name in self.written if name in rarely_written and id(rarely_written[name]) not in copies]
 
     def _restore_tensors(self, state: State) -> None:
         for leaf, needs_gradient in zip(state.structure.leaves, state.need_gradients, strict=True):
@@ -455,7 +455,7 @@ class Snapshot:
         # Attributes of objects, except those of other kinds, which were not recorded.
         of_objects = references.attributes[module_count:]
         for attributes, before in zip(structure.objects, of_objects, strict=True):
-            plain = _plain(attributes)
+            plain = _plain_attributes(attributes)
             not_recorded = {name: value for name, value in attributes.items() if name not in plain}
             _refill(attributes, not_recorded | before)
 
@@ -508,8 +508,8 @@ class Snapshot:
         # Buffers and attributes as they were, parameters and submodules as they are now.
         contents = now.contents.copy()
         for index in range(1, len(contents), REGISTRIES):  # buffers: the second registry of each module
-            contents[index] = _with_stand_ins(before.contents[index], stand_ins)
-        attributes = [_with_stand_ins(values, stand_ins) for values in before.attributes]
+            contents[index] = with_stand_ins(before.contents[index], stand_ins)
+        attributes = [with_stand_ins(values, stand_ins) for values in before.attributes]
 
         try:
             self._restore_references(structure, before._replace(contents=contents, attributes=attributes))
@@ -575,112 +575,8 @@ def _is_of_data(name: str) -> bool:
     return root_name.endswith("data")
 
 
-def _with_stand_ins(values: dict[str, Any], stand_ins: Mapping[int, Any]) -> dict[str, Any]:
-    """Return the values, with a stand-in for each that has one, in tuples too."""
-    return {name: _stand_in(value, stand_ins) for name, value in values.items()}
-
-
-def _stand_in(value: Any, stand_ins: Mapping[int, Any]) -> Any:
-    if not isinstance(value, tuple) or not any(id(tensor) in stand_ins for tensor in _kept_tensors(value)):
-        return stand_ins.get(id(value), value)
-
-    # A new tuple, of the same type.
-    items = [_stand_in(item, stand_ins) for item in value]
-    if hasattr(value, "_make"):  # a named tuple
-        return type(value)._make(items)
-    return type(value)(items)
-
-
-def _changed_names(before: dict[str, Any], now: dict[str, Any], copies: Mapping[int, Any]) -> list[str]:
-    """Return the names whose values differ, except results of a forward. copies: earlier values, by the object's id."""
-    names = []
-    for name in before | now:
-        old = before.get(name)
-        new = now.get(name)
-        is_result = new is RESULT or getattr(new, "grad_fn", None) is not None
-        if not is_result and not _is_equal(copies.get(id(old), old), new):
-            names.append(name)
-    return names
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    """Return whether two values are equal. Tensors without memory are; other objects, only if they are the same."""
-    if a is b:
-        return True
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if not _has_memory(a):
-            return True
-        return a.shape == b.shape and torch.equal(a, b.to(a))
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        if a.keys() != b.keys():
-            return False
-        return all(_is_equal(value, b[name]) for name, value in a.items())
-    if isinstance(a, (list, tuple, deque)):
-        return len(a) == len(b) and all(map(_is_equal, a, b))
-    return isinstance(a, _PLAIN) and np.array_equal(a, b)
-
-
-def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
+def _plain_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
     """Return the plain values, tensors and arrays among an object's attributes, and containers of them; an embedding
     loss may keep others.
     """
-    return {name: value for name, value in attributes.items() if _is_plain(value)}
-
-
-def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Return whether the value is plain, a tensor to restore, or a container of such values."""
-    if isinstance(value, _PLAIN):
-        return True
-    if isinstance(value, Tensor):
-        return _is_kept(value) and not value.requires_grad
-    if not isinstance(value, CONTAINERS) or depth >= DEPTH or len(value) > MOST_ITEMS:
-        return False
-    items = value.values() if isinstance(value, dict) else value
-    for item in items:
-        if isinstance(item, _PLAIN):  # most of them: saves a call
-            continue
-        if not _is_plain(item, depth + 1):
-            return False
-    return True
-
-
-def _kept_tensors(values: tuple[Any, ...]) -> list[Tensor]:
-    """Return the tensors to restore in a tuple, also in tuples in it. What lists and dicts hold is the user's."""
-    tensors = []
-    for value in values:
-        if type(value) is Tensor and _is_kept(value):
-            tensors.append(value)
-        elif isinstance(value, tuple):
-            tensors.extend(_kept_tensors(value))
-    return tensors
-
-
-def _fingerprints(structure: Structure) -> list[dict[str, Any]]:
-    """Return fingerprints of the containers in the attributes of modules, then of objects."""
-    tensors = [*structure.parameters.values(), *structure.buffers.values(), *structure.constants.values()]
-    registered = storages_of(tensors)
-    fingerprints = []
-    for attributes in (*structure.attributes, *structure.objects):
-        containers = {}
-        for name, value in attributes.items():
-            if name not in MODULE_ATTRIBUTES and isinstance(value, CONTAINERS):
-                containers[name] = fingerprint(value, registered)
-        fingerprints.append(containers)
-    return fingerprints
-
-
-def _updated(values: list[dict[str, Any]], updates: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**attributes, **update} for attributes, update in zip(values, updates, strict=True)]
-
-
-def _is_kept(value: Any) -> bool:
-    """Return whether the value is a tensor to restore: not a result whose graph still exists."""
-    return type(value) is Tensor and value.grad_fn is None and can_be_restored(value)
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Return whether the tensor has memory that can be copied: not sparse, nested, meta or fake."""
-    is_usual = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return is_usual and not tensor.is_nested and not tensor.is_meta
+    return {name: value for name, value in attributes.items() if is_plain(value)}

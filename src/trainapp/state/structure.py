@@ -62,7 +62,7 @@ class Structure:
         for name, module in named_modules:
             self._collect_tensors(name, module, shards, collected)
         # Not copied in every step: their writes are found by version counters and checksums.
-        self.watched = {**self.parameters, **self.constants}
+        self.rarely_written = {**self.parameters, **self.constants}
 
     def _collect_tensors(self, module_name: str, module: nn.Module, shards: Shards, collected: set[int]) -> None:
         """Add the parameters and buffers of one module that were not `collected` under another name."""
