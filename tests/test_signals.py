@@ -277,12 +277,12 @@ def test_handlers_are_put_back():
     with StopRequest() as stop:
         if (child := os.fork()) == 0:
             signal.raise_signal(signal.SIGTERM)
-            os._exit(stop.heard())
+            os._exit(stop.requested())
         assert os.waitpid(child, 0)[1] == 0
-        assert not stop.heard()
+        assert not stop.requested()
         with pytest.raises(Interrupted) as left:
             signal.raise_signal(signal.SIGTERM)
-    assert (stop.heard(), left.value.code) == (signal.SIGTERM, 128 + signal.SIGTERM)
+    assert (stop.requested(), left.value.code) == (signal.SIGTERM, 128 + signal.SIGTERM)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert signal.set_wakeup_fd(-1) == -1
 
@@ -469,7 +469,7 @@ def test_what_is_lost_where_work_may_not_be_ended_is_only_heard():
         Raises()
         stop.at_work = lambda: AtWork(may_end=False)
         time.sleep(0.5)
-        assert stop.heard() == signal.SIGUSR2
+        assert stop.requested() == signal.SIGUSR2
 
 
 # --- an evaluation in this process
@@ -576,7 +576,7 @@ def test_a_stopped_evaluation_of_a_run_shows_no_numbers(undisturbed, tmp_path, m
 def test_what_the_end_of_an_evaluation_rests_on(undisturbed, tmp_path, monkeypatch, without):
     """Negative controls of the test above."""
     if without == "hint":
-        monkeypatch.setattr(stopping, "stop_heard", lambda session: 0)
+        monkeypatch.setattr(stopping, "stop_requested", lambda session: 0)
     else:
         kept = property(lambda self: self.kept, lambda self, step: setattr(self, "kept", step) if step >= 0 else None)
         monkeypatch.setattr(Checkpointer, "saved_at", kept, raising=False)

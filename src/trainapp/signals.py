@@ -64,8 +64,8 @@ class AtWork(NamedTuple):
 
 
 class StopRequest:
-    """What asks a run to stop: a signal, its time, its sweep. A context manager around the run, in which `heard` is
-    polled wherever the run can stop.
+    """What asks a run to stop: a signal, its time, its sweep. A context manager around the run, in which `requested`
+    is polled wherever the run can stop.
 
     Args:
         deadline: the `time.monotonic()` of `train.max_time`. No timer: the clock is read where signals are polled.
@@ -123,7 +123,7 @@ class StopRequest:
         if self.signal and isinstance(error, Exception) and self.at_work().may_end:
             self.leave(self.signal)  # a peer that left closed its connection, or a library has wrapped `Interrupted`
 
-    def heard(self) -> int:
+    def requested(self) -> int:
         """Return the number of the signal that asks for a stop, TIME_IS_UP after the deadline, or 0."""
         if self.signal is None and time.monotonic() >= self.deadline:
             if self.facts is None:
@@ -181,7 +181,7 @@ class StopRequest:
             self._raise_interrupt()
 
     def _raise_interrupt(self) -> None:
-        """Raise what ends the work of the main thread: Interrupted, Stopped, or nothing if the work polls `heard`."""
+        """Raise what ends the main thread's work: Interrupted, Stopped, or nothing if the work polls `requested`."""
         assert self.signal is not None, "without a signal"
 
         if self.at_work().may_end:

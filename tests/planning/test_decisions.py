@@ -7,7 +7,7 @@ from trainapp.config import compose
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
 from trainapp.planning import planner
-from trainapp.planning.process import with_modes
+from trainapp.planning.process import with_checkpointing_modes
 
 GPT = (*runs.MODELS["gpt"], "model.depth=3", "train.device=cpu", "batch.micro_size=8", "every.eval=null")
 AUTO = "activation_checkpointing=auto"
@@ -43,4 +43,4 @@ def test_a_model_without_blocks_has_none_to_choose_for():
 def test_given_modes_are_not_chosen_again():
     for given in ((AUTO, "activation_checkpointing.modes=[full,none,selective]"), ("activation_checkpointing=full",)):
         config = compose.from_command_line([*GPT, *given])
-        assert with_modes(config, SingleRank()) is config
+        assert with_checkpointing_modes(config, SingleRank()) is config

@@ -39,7 +39,7 @@ def rejects_larger_size(session: Session, error: Exception) -> bool:
     return _is_of_model(session, error) and session.sizes.train.tries_larger_size and _device_works(session)
 
 
-def note_evaluation(session: Session, error: Exception) -> None:
+def advise_on_evaluation(session: Session, error: Exception) -> None:
     """Add advice to an error that the number of samples of an evaluation micro-batch may have caused: that of a module,
     in a number that no step has trained. Call while the error is handled.
     """

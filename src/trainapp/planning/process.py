@@ -136,7 +136,7 @@ def has_open_modes(config: Config) -> bool:
     return settings.mode == "auto" and settings.modes is None
 
 
-def with_modes(config: Config, ranks: "Ranks") -> Config:
+def with_checkpointing_modes(config: Config, ranks: "Ranks") -> Config:
     """Return the run's configuration with a mode for each block, if they are open: all blocks are recomputed if memory
     cannot be estimated. Takes some seconds. Collective.
 

@@ -86,9 +86,9 @@ def _print_suggestion(suggested: Suggestion, rates: list[float], end: str, run_d
 
     Args:
         suggested: the suggestion.
-        rates: of all steps.
+        rates: the learning rates of all steps.
         end: why the test ended before its last step, or "".
-        run_dir: has the picture.
+        run_dir: the directory with the picture.
     """
     steps = f"{len(rates)} steps at learning rates from {rates[0]:.2g} to {rates[-1]:.2g}"
     if end:

@@ -12,7 +12,7 @@ from trainapp.config.claimed_settings import log_claims, with_claimed_settings
 from trainapp.config.schema import Config
 from trainapp.memory.device import DeviceMemory
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
-from trainapp.planning.process import with_modes
+from trainapp.planning.process import with_checkpointing_modes
 from trainapp.run import directory, resume
 from trainapp.run.first_sizes import changes_of_memory, initial_sizes
 from trainapp.run.result import forget_stop
@@ -56,7 +56,7 @@ def prepare(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Session:
         log_claims(config)
     trains = config.activity.trains
     if trains:
-        config = with_modes(config, ranks)
+        config = with_checkpointing_modes(config, ranks)
 
     # The live objects, in the checkpoint's state.
     session = build.build(config, stop, ranks, start.memory, resumes=checkpoint is not None)

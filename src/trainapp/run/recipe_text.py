@@ -301,13 +301,13 @@ def _precision_text(precision: PrecisionRecipe) -> str:
 def _checks_text(training: TrainingRecipe) -> str:
     """Return the outcomes, each once, with all that was checked with it: the loss first, then the random draws."""
     clauses = []
-    for outcome, modes_by_subject in _subjects_by_outcome(training.checks).items():
-        # Subjects with the same outcome in the same modes share a clause.
-        subjects_by_modes: dict[str, list[str]] = {}
-        for subject, modes in modes_by_subject.items():
-            subjects_by_modes.setdefault(_modes_text(modes), []).append(subject)
-        for modes_text, subjects in subjects_by_modes.items():
-            clauses.append(_check_text(subjects, modes_text, outcome))
+    for outcome, calls_by_subject in _subjects_by_outcome(training.checks).items():
+        # Subjects with the same outcome in the same calls share a clause.
+        subjects_by_calls: dict[str, list[str]] = {}
+        for subject, calls in calls_by_subject.items():
+            subjects_by_calls.setdefault(_calls_text(calls), []).append(subject)
+        for calls_text, subjects in subjects_by_calls.items():
+            clauses.append(_check_text(subjects, calls_text, outcome))
     if training.batchnorm_layers:
         layers = plural(training.batchnorm_layers, "BatchNorm layer")
         clauses.append(f"results depend on the micro-batch ({layers})")
@@ -315,43 +315,43 @@ def _checks_text(training: TrainingRecipe) -> str:
 
 
 def _subjects_by_outcome(checks: dict[str, str]) -> dict[str, dict[str, list[str]]]:
-    """Return by outcome and subject the modes in which the subject had this outcome.
+    """Return by outcome and subject the calls in which the subject had this outcome.
 
-    checks: the outcomes by subject and mode, such as `loss in training`; a subject alone is meant in evaluation.
+    checks: the outcomes by subject and call, such as `loss in training`; a subject alone is meant in evaluation.
     """
     draws_last = sorted(checks, key=lambda name: name.startswith("draws"))
     subjects_by_outcome: dict[str, dict[str, list[str]]] = {}
     for name in draws_last:
-        subject, _, mode = name.partition(" ")
-        modes_by_subject = subjects_by_outcome.setdefault(checks[name], {})
-        modes_by_subject.setdefault(subject, []).append(mode)
+        subject, _, call = name.partition(" ")
+        calls_by_subject = subjects_by_outcome.setdefault(checks[name], {})
+        calls_by_subject.setdefault(subject, []).append(call)
     return subjects_by_outcome
 
 
 _SUBJECTS = {"loss": "the loss", "padding": "the loss in padded halves", "draws": "random draws"}
 
 
-def _modes_text(modes: list[str]) -> str:
-    """Return `in evaluation and training`, `in chunks` or the like. modes: as in the names of `checks`."""
+def _calls_text(calls: list[str]) -> str:
+    """Return `in evaluation and training`, `in chunks` or the like. calls: as in the names of `checks`."""
     texts = []
-    for mode in modes:
-        if mode.endswith(("in training", "in chunks")):
-            texts.append(mode)
+    for call in calls:
+        if call.endswith(("in training", "in chunks")):
+            texts.append(call)
         else:
-            texts.append(f"{mode} in evaluation".lstrip())
+            texts.append(f"{call} in evaluation".lstrip())
     if texts[:2] == ["in evaluation", "in training"]:
         texts = ["in evaluation and training", *texts[2:]]
     return ", ".join(texts)
 
 
-def _check_text(subjects: list[str], modes: str, outcome: str) -> str:
+def _check_text(subjects: list[str], calls: str, outcome: str) -> str:
     """Return one clause: an outcome that begins with a verb continues the subject, any other follows a colon."""
     if subjects == ["draws"] and outcome == "none":
-        return f"no random draws {modes}"
+        return f"no random draws {calls}"
     names = " and ".join(_SUBJECTS[subject] for subject in subjects)
-    text = f"{names} {modes}"
+    text = f"{names} {calls}"
     if subjects == ["loss", "padding"]:
-        text = f"the loss {modes}, also in padded halves,"
+        text = f"the loss {calls}, also in padded halves,"
     if outcome.startswith("not "):
         text += " are" if "draws" in subjects else " is"
     elif not outcome.startswith(("adds up ", "does not add up", "is ", "all belong ")):

@@ -26,7 +26,7 @@ def origin(config: Config, continues: bool) -> Path | None:
     Raises UserError for one that the run cannot continue from in its directory.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         continues: whether the newest checkpoint in the run's directory comes before the one that
             `checkpointing.resume` names.
     """
@@ -276,7 +276,7 @@ def _follow_data(session: Session, path: Path, before: dict[str, Any]) -> None:
     Raises UserError for `refuse`.
 
     Args:
-        session: with the restored progress.
+        session: the live objects, with the restored progress.
         path: the checkpoint.
         before: the checkpoint's `samples` and `order`.
     """

@@ -155,7 +155,7 @@ def run_until_oom(session: Session) -> Failure | None:
             return describe(session, error, has_too_few=True)
         if model_errors.rejects_larger_size(session, error):
             return describe(session, error, rejects_size=True)
-        model_errors.note_evaluation(session, error)
+        model_errors.advise_on_evaluation(session, error)
         raise
 
 

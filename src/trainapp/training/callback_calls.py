@@ -83,10 +83,10 @@ def _act(session: Session, verdict: Verdict) -> None:
 
     # Learn in one small exchange whether any rank wants something.
     wants_to_act = int(verdict != Verdict())
-    signal_here = stopping.stop_heard(session)
-    any_acts, signal_heard, any_pauses = session.ranks.all_reduce_max(wants_to_act, signal_here, int(verdict.pauses))
+    signal_here = stopping.stop_requested(session)
+    any_acts, stop_signal, any_pauses = session.ranks.all_reduce_max(wants_to_act, signal_here, int(verdict.pauses))
     if not session.is_finished:
-        session.stop.agreed = signal_heard  # the callback may have taken long: no further step
+        session.stop.agreed = stop_signal  # the callback may have taken long: no further step
 
     # The first rank's failure and the first rank's reason to stop are those of all.
     verdicts = [verdict]
@@ -100,7 +100,7 @@ def _act(session: Session, verdict: Verdict) -> None:
     if stops and progress.stopped is None:
         progress.stopped = stops[0]
         session.tracker.note(f"stopping at step {progress.step}: {stops[0]}")
-    if any_pauses and not signal_heard and not session.is_finished:
+    if any_pauses and not stop_signal and not session.is_finished:
         session.stop.pause()
 
 
@@ -131,7 +131,7 @@ def _view(session: Session, name: str, verdict: Verdict) -> View:
         evaluated={name: batches.dataset for name, batches in session.eval_sets.items()},
         stop=stop,
         pause=pause,
-        is_stopping=lambda: bool(stopping.stop_heard(session)),
+        is_stopping=lambda: bool(stopping.stop_requested(session)),
         length=length.total_steps if length_is_known else None,
         is_scheduled=session.limits.evaluation_is_scheduled(progress),
         logged=dict(session.step_metrics),

@@ -23,7 +23,7 @@ def warn_of_padding(session: Session) -> None:
             session.tracker.warn_once(text, topic=topic)
 
 
-def note_dependence(session: Session, context: UpdateContext) -> None:
+def warn_of_dependence(session: Session, context: UpdateContext) -> None:
     """Warn once of what depends on the micro-batch, if steps are cut into several, on one rank or over many.
     Collective.
     """
@@ -32,7 +32,7 @@ def note_dependence(session: Session, context: UpdateContext) -> None:
     is_cut_here = session.batches.accumulation(size) > 1
     if is_cut_here or session.ranks.world_size > 1:
         record = session.engine.draw_record
-        _note_writes(session, size, is_cut_here)
+        _record_writes(session, size, is_cut_here)
         if record.draws and not session.engine.draws_by_sample:
             record.depends["draws"] = (
                 f"the forward draws torch's own random numbers, which are those of the micro-batch ({size}); with "
@@ -40,15 +40,15 @@ def note_dependence(session: Session, context: UpdateContext) -> None:
             )
         for topic, text in record.depends.items():
             session.tracker.warn_once(f"step {context.step_number}: {text}", topic=topic)
-    _note_shared_draws(session)
+    _report_shared_draws(session)
 
 
-def _note_writes(session: Session, size: int, is_cut_here: bool) -> None:
+def _record_writes(session: Session, size: int, is_cut_here: bool) -> None:
     """Record which state the forward writes per micro-batch: BatchNorm's statistics, and any other. Collective.
 
     Args:
-        session: with the record.
-        size: of the micro-batches.
+        session: the live objects; their record of draws is extended.
+        size: the micro-batches' size.
         is_cut_here: whether this rank's part of a step is several micro-batches.
     """
     depends = session.engine.draw_record.depends
@@ -71,7 +71,7 @@ def _note_writes(session: Session, size: int, is_cut_here: bool) -> None:
         other_state = {name for name in other_state if not _root_of(name).endswith("task")}
     if not session.has_compared_ranks:
         session.has_compared_ranks = True
-        _note_differences_of_ranks(session, modules, other_state)
+        _record_differences_of_ranks(session, modules, other_state)
     if other_state and is_cut_here:
         depends["writes"] = (
             f"the forward writes {listed(sorted(other_state))}, once per micro-batch ({size}), not per step: what a "
@@ -79,7 +79,7 @@ def _note_writes(session: Session, size: int, is_cut_here: bool) -> None:
         )
 
 
-def _note_differences_of_ranks(session: Session, modules: Mapping[str, nn.Module], names: Collection[str]) -> None:
+def _record_differences_of_ranks(session: Session, modules: Mapping[str, nn.Module], names: Collection[str]) -> None:
     """Record which of these tensors differ between ranks: written by forwards, and not averaged by the model itself.
     Collective. Raises TrainingStopped for parameters: the ranks would train different models.
     """
@@ -124,7 +124,7 @@ def _root_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _note_shared_draws(session: Session) -> None:
+def _report_shared_draws(session: Session) -> None:
     """Say once which draws have no dimension of the samples, and are therefore the same for all of them."""
     kernels = set()
     for layouts in session.engine.draw_record.layouts.values():

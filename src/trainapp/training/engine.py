@@ -469,8 +469,8 @@ def count_factor(count: Number, samples: int, device: torch.device, dtype: torch
     Args:
         count: the true count.
         samples: the divisor so far.
-        device: of the factor.
-        dtype: of the factor, at least.
+        device: the factor's device.
+        dtype: the factor's dtype, at least.
     """
     if isinstance(count, Tensor):
         ratio = samples / (count.double() if dtype is torch.float64 else count)

@@ -37,7 +37,7 @@ def require_same_twice(session: Session, context: UpdateContext, accumulate: Cal
 
     Args:
         context: the coming update.
-        accumulate: that of `training.loop`.
+        accumulate: the function of `training.loop`.
     """
     engine = session.engine
     engine.only_compares = True

@@ -14,7 +14,7 @@ from trainapp.data.batch import MicroBatch
 from trainapp.sizes.record import shape_suffix, sizes_text
 from trainapp.training import callback_calls, exactness, reporting, stopping
 from trainapp.training.attempt import attempt
-from trainapp.training.dependence import note_dependence
+from trainapp.training.dependence import warn_of_dependence
 from trainapp.training.engine import BatchContext, Engine, Totals, UpdateResult
 from trainapp.training.evaluation.evaluate import evaluate
 from trainapp.training.memory_watch import micro_batch_context, watched
@@ -123,7 +123,7 @@ def grow_micro_batch(session: Session, context: UpdateContext, size_may_change: 
         text = f"{size}{shape_suffix(sizes, bucket)}"
         session.tracker.note(f"step {context.step_number + 1} tries a larger micro-batch: {text}")
     if may_change and sizes.record(context.batch_number):
-        note_dependence(session, context)
+        warn_of_dependence(session, context)
     if was_searching and sizes.search_has_ended:
         text = f"the search ended at step {context.step_number} with micro-batch {sizes_text(sizes)}"
         session.tracker.note(text)

@@ -3,7 +3,7 @@
 from trainapp.memory.picture import Picture
 from trainapp.optim.schedules import rates
 from trainapp.tracking.meter import spread_over_ranks
-from trainapp.training.dependence import note_dependence
+from trainapp.training.dependence import warn_of_dependence
 from trainapp.training.engine import UpdateResult
 from trainapp.training.phase import UpdateContext
 from trainapp.training.session import Session
@@ -38,7 +38,7 @@ def log(session: Session, context: UpdateContext, result: UpdateResult) -> None:
     scalars |= session.meter.scalars()
     scalars |= spread_over_ranks(scalars, session.ranks)
     session.tracker.log_step(progress.step, progress.samples, scalars, session.objective.metric)
-    note_dependence(session, context)  # what has been noticed since
+    warn_of_dependence(session, context)  # what has been noticed since
 
 
 def warn_nothing_counts(session: Session, context: UpdateContext) -> None:

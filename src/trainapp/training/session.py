@@ -40,7 +40,7 @@ class Objective(NamedTuple):
         """Return that of `objective`; auto is the accuracy for classification, the loss for any other task.
 
         Args:
-            config: with `objective`, and `updates`, of which several have no best with auto.
+            config: the run's configuration; `objective`, and `updates`, of which several have no best with auto.
             task: the evaluation task.
             sets: names of the evaluation sets; auto uses the first, the data's own validation split ("") if it has one.
         """

@@ -15,7 +15,7 @@ def flags(session: Session) -> Flags:
     saver = session.checkpointer
     save_every = session.limits.save.seconds
     return Flags(
-        stop_signal=session.stop.heard(),
+        stop_signal=session.stop.requested(),
         still_saving=saver.pending is not None and saver.busy,
         size_may_change=session.sizes.train.may_change,
         save_is_due=0 < save_every <= time.monotonic() - saver.clock,
@@ -23,23 +23,23 @@ def flags(session: Session) -> Flags:
 
 
 def agreed_flags(session: Session) -> Flags:
-    """Return the flags of all ranks, and note a stop and a save by the clock. Waits for the slowest rank."""
+    """Return the flags of all ranks, and act on a stop and on a save by the clock. Waits for the slowest rank."""
     of_all_ranks = session.ranks.finish_flag_exchange()
     session.stop.agreed = of_all_ranks.stop_signal
     session.checkpointer.is_due = of_all_ranks.save_is_due
     return of_all_ranks
 
 
-def stop_heard(session: Session) -> int:
+def stop_requested(session: Session) -> int:
     """Return the number of a signal to this rank, or to another one that has announced it; 0 without one."""
-    return session.ranks.announced(session.stop.heard())
+    return session.ranks.announced(session.stop.requested())
 
 
 def agree_on_stop(session: Session) -> None:
-    """Raise Stopped on all ranks if any has heard a signal.
+    """Raise Stopped on all ranks if a stop is requested on any.
 
     Collective, for work that each rank does alone and a signal cuts short: every rank comes here, whether it has
-    finished its work or has heard of a signal.
+    finished its work or learned of the request.
     """
     _agree(session)
     if session.stop.agreed:
@@ -65,7 +65,7 @@ def accept_late_stop(session: Session) -> None:
 
 
 def _agree(session: Session) -> None:
-    session.stop.agreed = session.ranks.agree(lambda: stop_heard(session))
+    session.stop.agreed = session.ranks.agree(lambda: stop_requested(session))
 
 
 def at_work(session: Session) -> AtWork:
@@ -96,7 +96,7 @@ def _name_of_work(session: Session) -> str:
     if session.engine.phase is Phase.SAVE:
         return "checkpoint"
     if session.engine.phase is Phase.EVALUATE:
-        mode = session.config.mode
-        work = "evaluation" if mode == "train" else mode
+        activity = session.config.mode
+        work = "evaluation" if activity == "train" else activity
         return f"micro-batch of {work}"
     return "step"

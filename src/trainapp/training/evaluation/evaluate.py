@@ -205,7 +205,7 @@ def _totals_of_embeddings(session: Session, embedded: SetEmbeddings, batches: Ev
     session.metrics.reset()  # drops results of an attempt that ran out of memory
     totals = Totals()
     for start, rows in global_batches:
-        if stopping.stop_heard(session):
+        if stopping.stop_requested(session):
             break
         watching = watched(session, session.sizes.evaluation, rows, always=True)
         with watching, session.state.precision.autocast:

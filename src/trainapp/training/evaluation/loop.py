@@ -21,7 +21,7 @@ def as_evaluated(engine: Engine, name: str, work: str = EVALUATION) -> Iterator[
     """Evaluate inside the block: evaluation mode, averaged weights. Restore generators and module modes after it.
 
     Args:
-        engine: has the model.
+        engine: the engine with the model.
         name: the evaluation set, which seeds the generators.
         work: names its draws in the record.
     """
@@ -65,7 +65,7 @@ def each_micro_batch(
         # From here on it counts.
         keep(micro, result)
         session.snapshot.take()
-        signal_here = stopping.stop_heard(session)
+        signal_here = stopping.stop_requested(session)
         (stop,) = session.eval_ranks.all_reduce_max(signal_here)  # also a vote: what comes next has none
         sizes.record_success(session.eval_ranks)
         if stop:
