@@ -18,10 +18,11 @@ from trainapp.errors import OUT_OF_MEMORY, add_note
 from trainapp.files import RECIPE
 from trainapp.inference import generate, predict
 from trainapp.memory import host
-from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.device import DeviceMemory
-from trainapp.oom import model_errors, recovery
+from trainapp.oom import recovery
 from trainapp.oom.building import explain_out_of_memory
+from trainapp.oom.decision import RecoveryKind, decide
+from trainapp.oom.error_kinds import recoverable_kind
 from trainapp.oom.report import Failure, describe
 from trainapp.parallel.ranks import Ranks, SingleRank, answered_by_rank_zero
 from trainapp.planning.process import with_modes
@@ -38,12 +39,11 @@ from trainapp.run.result import (
     write_failure,
 )
 from trainapp.signals import AtWork, Interrupted, StopRequest, deadline_of
+from trainapp.sizes.micro_batches import ErrorKind
 from trainapp.sizes.record import EVALUATION, take_restart
 from trainapp.training import events, loop, stopping
 from trainapp.training.dependence import warn_of_padding
 from trainapp.training.evaluate import evaluate
-from trainapp.training.memory_watch import refused_in_attempt
-from trainapp.training.phase import Phase
 from trainapp.training.session import Session
 
 log = logging.getLogger(__name__)
@@ -237,17 +237,12 @@ def run_until_oom(session: Session) -> Failure | None:
         work(session)
         return None
     except Exception as error:
-        if not session.config.oom.enabled or session.engine.phase is Phase.SAVE:
+        kind = recoverable_kind(session, error)
+        if kind is None:
             raise
-        if is_out_of_memory(error, refused_in_attempt(session)):
+        if kind is ErrorKind.OUT_OF_MEMORY:
             recovery.wait_for_device(session)  # while the traceback keeps the failed tensors alive
-            return describe(session, error)  # plain values, which do not keep those tensors alive
-        if model_errors.has_too_few_samples(session, error):
-            return describe(session, error, has_too_few=True)
-        if model_errors.rejects_larger_size(session, error):
-            return describe(session, error, rejects_size=True)
-        model_errors.note_evaluation(session, error)
-        raise
+        return describe(session, error, kind)  # plain values, which do not keep those tensors alive
 
 
 def work(session: Session) -> None:
@@ -270,23 +265,33 @@ def work(session: Session) -> None:
 
 
 def recover(session: Session, failure: Failure) -> CarriedOver | None:
-    """Roll the step back and reduce the micro-batch size. Call outside `except`.
+    """Recover from an error as `decide` says, on all ranks that were in the step together. Call outside `except`.
 
-    Return the state for a new session if this one cannot continue. Raises TrainingStopped if no smaller size is left.
+    Return the state for a new session if this one cannot continue. Raises TrainingStopped if no other size can help.
     """
-    # Count before ranks agree, which may end this worker: the restarted one resumes the counts.
+    # Count first: this worker may end, and the restarted one resumes the counts.
     if not failure.by_peer:
         _count(session, failure)
+
+    # Can this process recover at all? Then all ranks leave the step.
+    decision = decide(failure, session.ranks)
+    if decision.ends_process:
+        recovery.end_process(session, failure, decision)
     recovery.abort_on_all_ranks(session, failure)
     if failure.by_peer:  # only now does this rank know whether its peer was out of memory
         _count(session, failure)
 
-    # Then the state is that of before the step, and a smaller size is tried.
+    # Undo the attempt, which tells what cannot be undone.
     if failure.host:
         host.give_memory_back()
     recovery.undo_attempt(session, failure)
-    if failure.needs_checkpoint:
-        return _carry_over(session, failure)
+    decision = decide(failure, session.ranks)
+    if decision.ends_process:
+        recovery.end_process(session, failure, decision)
+
+    # Try again with another size, from before the step or from a checkpoint.
+    if decision.kind is RecoveryKind.FROM_CHECKPOINT:
+        return _carry_over(session, failure, decision.reason)
     recovery.change_size(session, failure)
     recovery.report(session, failure)
     return None
@@ -299,8 +304,8 @@ def _count(session: Session, failure: Failure) -> None:
         session.memory.out_of_memory_count += 1
 
 
-def _carry_over(session: Session, failure: Failure) -> CarriedOver:
-    """Restart from the last checkpoint, or from the start: parameters may be half updated, or written by a forward."""
+def _carry_over(session: Session, failure: Failure, reason: str) -> CarriedOver:
+    """Return the state for a new session, from the last checkpoint or from the start. reason: see `Decision`."""
     # The checkpoint to start from. One that is still being written in the background may be the newest.
     config = session.config
     session.checkpointer.finish()
@@ -321,7 +326,7 @@ def _carry_over(session: Session, failure: Failure) -> CarriedOver:
     recovery.change_size(session, failure)
     repeated = session.state.progress.step - checkpoint_step
     failure.recovery.action = (
-        f"{failure.why_checkpoint}; restarting from {origin_text} and repeating {repeated} finished steps, with "
+        f"{reason}; restarting from {origin_text} and repeating {repeated} finished steps, with "
         f"micro-batch {failure.recovery.old_size} -> {failure.recovery.new_size}"
     )
     recovery.report(session, failure)

@@ -26,7 +26,7 @@ def train(session: Session) -> None:
 
     Each iteration first finishes what the previous step left: weight average, callbacks, evaluation, saving. So a call
     after an error, or of a resumed run, continues there. An error leaves parameters and optimizer as they were after
-    the last finished update, unless `session.engine.is_partly_applied`.
+    the last finished update, unless `session.engine.reported_phase.is_partly_applied`.
     """
     with session.engine.at(Phase.COMMITTED):
         while True:
@@ -48,7 +48,7 @@ def train_step(session: Session) -> None:
         with transaction(session, context):  # until the commit, `rollback` leaves no trace of the step
             if context.checks_exactness:
                 exactness.require_same_twice(session, context, accumulate)
-            batches = micro_batches(session)  # the samples, cut to the size that fits
+            batches = micro_batches(session)  # the samples, split to the size that fits
             result = run_update(engine, batches, functools.partial(micro_batch_context, session))
             advance_progress(session, context, result)
         after_update(session, context, result)

@@ -84,4 +84,4 @@ def micro_batches(session: Session) -> Iterator[MicroBatch]:
     )
     sizes = session.sizes.train
     watch = functools.partial(watched, session, sizes)
-    return session.engine.prepare(sizes.cut_all(session.meter.timed(fetched), session.ranks), watch)
+    return session.engine.prepare(sizes.split_all(session.meter.timed(fetched), session.ranks), watch)
