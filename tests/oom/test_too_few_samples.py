@@ -85,7 +85,7 @@ def test_the_search_comes_back_up_and_a_resume_knows_why(tmp_path):
         (1, OUT_OF_MEMORY, 17, 8),
         (1, OUT_OF_MEMORY, 8, 4),
         (1, OUT_OF_MEMORY, 4, 2),
-        (1, TOO_FEW, 1, 2),
+        (1, TOO_FEW, 2, 2),
     ]
     assert first.result.oom_restarts == 3
     second = Recorded(tiny(tmp_path / "run", *NORMED, changes={**changes, "train.max_steps": 4}))

@@ -2,7 +2,9 @@
 
 `decision.decide` says which of them are taken, and `runner.recover` takes them in order. A failure is *local* if no
 other rank is in the step with this one: on a single rank, and in an evaluation in which ranks do not wait for each
-other. Then this rank recovers alone; otherwise every function marked "collective" is called on all ranks.
+other. Then this rank recovers alone. Otherwise all ranks of the run make the collective calls below, in this order: the
+vote (the others have cast theirs in the step), the exchange of failures, the rollback, what was lost, whether the size
+stays, and the next size.
 """
 
 import contextlib
@@ -44,12 +46,14 @@ def wait_for_device(session: Session) -> None:
 
 
 def abort_on_all_ranks(session: Session, failure: Failure) -> None:
-    """Inform the other ranks that are in the step, if any, and wait until all have left it."""
+    """Inform the other ranks that are in the step, if any, and wait until all have left it. Collective: all ranks, or
+    none for a local failure.
+    """
     if failure.is_local:
         return
 
-    # All ranks: the others vote before their next collective, and learn of it there (see `parallel.ranks`). Their own
-    # vote is cast by then: it has raised the PeerOutOfMemory that brings them here.
+    # Only ranks that have failed vote here. It pairs with the others' vote before their next collective, which raises the
+    # PeerOutOfMemory that brings them here (see `parallel.ranks`).
     if failure.must_inform_others:
         session.ranks.vote(True)
     failure.recovery.others_are_informed = True
@@ -60,7 +64,7 @@ def abort_on_all_ranks(session: Session, failure: Failure) -> None:
 
 
 def _exchange_failures(ranks: Ranks, failure: Failure) -> None:
-    """Note which ranks have failed and, on the others, why. Collective: all ranks of the step."""
+    """Note which ranks have failed and, on the others, why. Collective: all ranks."""
     kind_here = None if failure.by_peer else failure.kind
     kinds_by_rank = ranks.all_gather_object(kind_here)
     failure.recovery.failed_ranks = [rank for rank, kind in enumerate(kinds_by_rank) if kind is not None]
@@ -74,12 +78,12 @@ def _exchange_failures(ranks: Ranks, failure: Failure) -> None:
 
 def undo_attempt(session: Session, failure: Failure) -> None:
     """Leave no trace of the failed attempt; see `transaction.rollback`. Sets `lost`, equal on all ranks: state that the
-    rollback could not restore, see `Snapshot`.
+    rollback could not restore, see `Snapshot`. Collective: the recovering ranks.
     """
     release_failed_backward()
     rollback(session, failure.phase, other_ranks_wait=not failure.is_local)
 
-    # What one rank has lost is lost to all: their parameters would differ. All ranks of the step.
+    # What one rank has lost is lost to all: their parameters would differ.
     lost: set[str] = set()
     lost_by_rank = _recovering_ranks(session, failure).all_gather_object(session.snapshot.lost)
     for names in lost_by_rank:
@@ -94,9 +98,9 @@ def _recovering_ranks(session: Session, failure: Failure) -> Ranks:
 
 
 def change_size(session: Session, failure: Failure) -> None:
-    """Choose the size of the next attempt. Raises OutOfMemory if no other one can help. Collective.
+    """Choose the size of the next attempt. Raises OutOfMemory if no other one can help.
 
-    Work without a size is retried unchanged, once per step.
+    Work without a size is retried unchanged, once per step. Collective: the recovering ranks.
     """
     sizes = sizes_of_phase(session, failure.phase)
     recovery = failure.recovery
@@ -124,7 +128,8 @@ def change_size(session: Session, failure: Failure) -> None:
 
 def _keeps_size(session: Session, failure: Failure) -> bool:
     """Return whether to retry at the same size, once per step: no rank's work would benefit from a smaller size or, on
-    CUDA, none is left and freeing fragmented memory may be enough. Collective: ranks may be in different phases.
+    CUDA, none is left and freeing fragmented memory may be enough. Collective: the recovering ranks, which may be in
+    different phases.
     """
     is_on_cuda = session.state.device.type == "cuda"
     is_smallest = not sizes_of_phase(session, failure.phase).can_shrink

@@ -305,7 +305,10 @@ def _count(session: Session, failure: Failure) -> None:
 
 
 def _carry_over(session: Session, failure: Failure, reason: str) -> CarriedOver:
-    """Return the state for a new session, from the last checkpoint or from the start. reason: see `Decision`."""
+    """Return the state for a new session, from the last checkpoint or from the start. Collective: all ranks.
+
+    reason: see `Decision`.
+    """
     # The checkpoint to start from. One that is still being written in the background may be the newest.
     config = session.config
     session.checkpointer.finish()
