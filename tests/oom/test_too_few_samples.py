@@ -137,14 +137,19 @@ def test_an_error_that_more_samples_do_not_help_is_the_users(tmp_path, caplog):
     assert sum("retrying" in text for text in caplog.messages) <= 3
 
 
+QUADS = (*runs.own_model("own_models.Quads"), *NORMED[-2:])
+FOURS = {"batch.global_size": 16, "batch.micro_size": "auto"}
+
+
 @pytest.mark.slow
-def test_a_loss_that_needs_four_samples(tmp_path):
-    """Doubled until it runs: 1, 2, 4."""
-    changes = {"batch.global_size": 16, "batch.micro_size": "auto"}
-    overrides = (*runs.own_model("own_models.Quads"), "data=digits", "user_packages=[own_models]")
-    recorded = Recorded(tiny(tmp_path, *overrides, changes=changes), Fault("forward", 1, 0, above=4))
+def test_a_model_that_needs_four_samples_is_not_split_further(tmp_path):
+    recorded = Recorded(tiny(tmp_path, *QUADS, changes=FOURS), Fault("forward", 1, 0, above=4))
     assert failures(recorded) == [(1, OUT_OF_MEMORY, 16, 8), (1, OUT_OF_MEMORY, 8, 4)]
-    recorded = Recorded(tiny(tmp_path / "b", *overrides, schedule={1: 4, 3: 1}, changes=changes))
+
+
+@pytest.mark.slow
+def test_a_size_that_a_schedule_sets_too_small_is_doubled_until_the_model_runs(tmp_path):
+    recorded = Recorded(tiny(tmp_path, *QUADS, schedule={1: 4, 3: 1}, changes=FOURS))
     assert failures(recorded) == [(3, TOO_FEW, 1, 2), (3, TOO_FEW, 2, 4)]
     assert {len(indices) % 4 for _, _, indices in recorded.fetched} == {0}
 

@@ -394,3 +394,7 @@ def test_too_few_samples_where_ranks_do_not_vote(cell, tmp_path):
         cell.run(2, *settings, tiny=tiny, run_dir=tmp_path / "run")
     left = json.loads((tmp_path / "run" / "restart.json").read_text())
     assert (left["oom_restarts"], left["recoveries"]) == (0, 1)
+    (report,) = (tmp_path / "run" / "oom").glob("*.json")
+    record = json.loads(report.read_text())
+    assert (record["too_few"], record["rejects_size"]) == (1, False)
+    assert record["action"].endswith("with at least 2 samples in every micro-batch of this shape")

@@ -52,8 +52,8 @@ def abort_on_all_ranks(session: Session, failure: Failure) -> None:
     if failure.is_local:
         return
 
-    # Only ranks that have failed vote here. It pairs with the others' vote before their next collective, which raises the
-    # PeerOutOfMemory that brings them here (see `parallel.ranks`).
+    # Only ranks that have failed vote here. It pairs with the others' vote before their next collective, which raises
+    # the PeerOutOfMemory that brings them here (see `parallel.ranks`).
     if failure.must_inform_others:
         session.ranks.vote(True)
     failure.recovery.others_are_informed = True
