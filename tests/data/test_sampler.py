@@ -10,7 +10,7 @@ import runs
 import torch
 from torch.utils.data import Dataset
 
-from trainapp.data.batch import cut, pieces_of, size_for
+from trainapp.data.batch import size_for, split_indices, split_micro_batch
 from trainapp.data.eval_batches import EvalBatches
 from trainapp.data.loader import BatchLoader, Fetcher, Request
 from trainapp.data.progress import Cadence, Progress
@@ -79,7 +79,7 @@ def test_a_sample_has_the_same_position_however_the_step_is_cut(world, size):
     for rank in range(world):
         batches = TrainBatches(data, global_size=37, seed=0, device=CPU, ranks=Place(rank, world))
         for micro in filter(lambda micro: micro.real, batches.micro_batches(Progress(), [size])):
-            for piece in pieces_of(micro, cut(range(micro.samples), 3)):
+            for piece in split_micro_batch(micro, split_indices(range(micro.samples), 3)):
                 found += [(p, step[p] == int(row[0])) for p, row in zip(piece.positions, piece.data, strict=True)]
     assert sorted(found) == [(position, True) for position in range(37)]
 
@@ -164,7 +164,7 @@ def test_a_piece_is_what_would_have_been_fetched(dataset, workers):
     batches = TrainBatches(dataset, global_size=20, seed=0, device=CPU, workers=workers)
     progress = Progress(epoch=1)
     whole = list(batches.micro_batches(progress, [10]))
-    pieces = [piece for micro in whole for piece in pieces_of(micro, [range(4), range(4, 8), range(8, 10)])]
+    pieces = [piece for micro in whole for piece in split_micro_batch(micro, [range(4), range(4, 8), range(8, 10)])]
     batches.close()
     again = TrainBatches(dataset, global_size=20, seed=0, device=CPU)
     indices = again.share(progress).numbers
@@ -175,7 +175,7 @@ def test_a_piece_is_what_would_have_been_fetched(dataset, workers):
         wanted = again._loader.fetcher[Request(1, indices[start:end])]
         assert runs.differences(piece.data, wanted) == []
     # A piece of a piece, and a dummy for a rank with fewer of them than another.
-    _, second, dummy = pieces_of(pieces[1], [range(1), range(1, 4), range(0)])
+    _, second, dummy = split_micro_batch(pieces[1], [range(1), range(1, 4), range(0)])
     assert runs.differences(second.data, again._loader.fetcher[Request(1, indices[5:8])]) == []
     assert (dummy.samples, dummy.real) == (1, False)
     assert runs.differences(dummy.data, again._loader.fetcher[Request(1, indices[4:5])]) == []
@@ -293,12 +293,12 @@ class Counted(Numbers):
 def test_cut_keeps_every_sample_in_order():
     for samples in range(1, 30):
         for size in range(1, 35):
-            parts = cut(list(range(samples)), size)
+            parts = split_indices(list(range(samples)), size)
             assert [i for part in parts for i in part] == list(range(samples))
             assert len(parts) == -(-samples // size)
             assert size <= 2 or samples == 1 or min(map(len, parts)) >= 2
             assert max(map(len, parts)) <= size
-            pieces = cut(list(range(samples)), samples, size)
+            pieces = split_indices(list(range(samples)), samples, size)
             assert [i for piece in pieces for i in piece] == list(range(samples))
             assert len(pieces) == size
             assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
@@ -310,12 +310,13 @@ def test_no_micro_batch_has_fewer_samples_than_the_model_needs():
         for samples in range(1, 40):
             for size in range(fewest, 45):
                 chosen = size_for(samples, size, fewest)
-                parts = cut(range(samples), chosen)
+                parts = split_indices(range(samples), chosen)
                 assert samples < fewest or min(map(len, parts)) >= fewest
                 assert chosen <= size or all(
-                    min(map(len, cut(range(samples), smaller))) < fewest for smaller in range(fewest, size + 1)
+                    min(map(len, split_indices(range(samples), smaller))) < fewest
+                    for smaller in range(fewest, size + 1)
                 )
-                if min(map(len, cut(range(samples), size))) >= fewest:
+                if min(map(len, split_indices(range(samples), size))) >= fewest:
                     assert chosen == size
 
 
@@ -324,7 +325,7 @@ def test_ranks_have_as_many_micro_batches_though_the_model_needs_several_samples
     for fewest in range(1, 6):
         for samples in range(fewest, 40):
             for count in range(1, 12):
-                parts = cut(range(samples), -(-samples // count), count, fewest)
+                parts = split_indices(range(samples), -(-samples // count), count, fewest)
                 assert [i for part in parts for i in part] == list(range(samples))
                 assert len(parts) >= count
                 assert all(not part or len(part) >= fewest for part in parts)
@@ -350,5 +351,5 @@ def test_a_dummy_has_as_many_samples_as_the_model_needs(samples):
         sizes.append(len(micros))
     assert sizes[0] == sizes[1]
     micro = next(batches.micro_batches(Progress(), [8], fewest=[2]))
-    dummy = list(pieces_of(micro, [range(8), range(0)], fewest=2))[1]
+    dummy = list(split_micro_batch(micro, [range(8), range(0)], fewest=2))[1]
     assert (dummy.real, dummy.samples, len(dummy.data["inputs"])) == (False, 2, 2)

@@ -78,7 +78,7 @@ class Recorded:
         if failure is not None:
             self.failures.append(failure)
             assert len(self.failures) < 60, "this never ends"
-            if failure.needs_checkpoint:
+            if failure.phase.is_partly_applied:
                 self.run = None  # a new one is built, in the memory of this one
         return failure
 

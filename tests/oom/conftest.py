@@ -1,4 +1,9 @@
-"""The configurations of this folder's tests, and their undisturbed runs."""
+"""The configurations of this folder's tests, and their undisturbed runs.
+
+A test makes a configuration with `tiny` (below), a `Fault` that strikes in one phase of one step (`helpers/faults.py`),
+and runs both as `Recorded` (`helpers/harness.py`), whose `failures` are the reports. `recorded.record()` is all that
+must be equal in an equal run; `runs.differences` (`helpers/runs.py`) names what differs.
+"""
 
 import collections
 import functools

@@ -141,7 +141,7 @@ def test_a_kept_error_would_keep_the_memory(tmp_path, monkeypatch):
     # Negative control: what the report must not hold.
     kept = []
     describe = runner.describe
-    monkeypatch.setattr(runner, "describe", lambda run, error: kept.append(error) or describe(run, error))
+    monkeypatch.setattr(runner, "describe", lambda run, error, kind: kept.append(error) or describe(run, error, kind))
     config = tiny(tmp_path, *cell("mlp", "fp32"))
     run, failure, storages = failed_attempt(config, Fault("backward", 2, 1))
     recover(run, failure)

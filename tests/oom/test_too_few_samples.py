@@ -11,6 +11,7 @@ from faults import Fault
 from harness import Record, Recorded
 
 from trainapp.errors import TrainingStopped
+from trainapp.sizes.micro_batches import ErrorKind
 
 from .conftest import peak_of, prepared, tiny
 
@@ -27,9 +28,13 @@ ODD = {"batch.global_size": 17, "batch.micro_size": 2}
 ONE = "Expected more than 1 value per channel when training, got input size torch.Size([1, 8, 1, 1])"
 
 
-def failures(recorded: Recorded) -> list[tuple[int, int, int, int]]:
-    """Of each failure its step, the samples of an error of the model, and the sizes before and after."""
-    return [(f.step, f.unsupported_samples, f.recovery.old_size, f.recovery.new_size) for f in recorded.failures]
+OUT_OF_MEMORY = ErrorKind.OUT_OF_MEMORY
+TOO_FEW = ErrorKind.TOO_FEW_SAMPLES
+
+
+def failures(recorded: Recorded) -> list[tuple[int, ErrorKind, int, int]]:
+    """Of each failure its step, its kind, and the sizes before and after."""
+    return [(f.step, f.kind, f.recovery.old_size, f.recovery.new_size) for f in recorded.failures]
 
 
 def as_if_known(run_dir, changes) -> Record:
@@ -41,7 +46,7 @@ def as_if_known(run_dir, changes) -> Record:
 
 def test_a_remainder_of_one_joins_another_micro_batch(tmp_path, caplog):
     recorded = Recorded(tiny(tmp_path / "run", *NORMED, changes=ODD))
-    assert failures(recorded) == [(1, 1, 1, 2)]
+    assert failures(recorded) == [(1, TOO_FEW, 2, 2)]
     first_step = [indices for step, _, indices in recorded.fetched if step == 0]
     assert [len(indices) for indices in first_step] == [3] * 5 + [2]
     assert runs.differences(recorded.record(), as_if_known(tmp_path / "known", ODD)) == []
@@ -58,7 +63,7 @@ def test_only_the_last_step_of_an_epoch_leaves_one(tmp_path):
     """1437 digits in steps of 64 leave 29, which are odd: known only then."""
     changes = {"batch.global_size": 64, "batch.micro_size": 2, "train.max_steps": 24}
     recorded = Recorded(tiny(tmp_path / "run", *NORMED, changes=changes))
-    assert failures(recorded) == [(23, 1, 1, 2)]
+    assert failures(recorded) == [(23, TOO_FEW, 2, 2)]
     assert runs.differences(recorded.record(), as_if_known(tmp_path / "known", changes)) == []
 
 
@@ -76,7 +81,12 @@ def test_the_search_comes_back_up_and_a_resume_knows_why(tmp_path):
     changes = {"batch.global_size": 17, "batch.micro_size": "auto", "schedule.shape": "constant", **saving}
     fault = Fault("forward", 1, 0, above=2)
     first = Recorded(tiny(tmp_path / "run", *NORMED, changes=changes), fault)
-    assert failures(first) == [(1, 0, 17, 8), (1, 0, 8, 4), (1, 0, 4, 2), (1, 1, 1, 2)]
+    assert failures(first) == [
+        (1, OUT_OF_MEMORY, 17, 8),
+        (1, OUT_OF_MEMORY, 8, 4),
+        (1, OUT_OF_MEMORY, 4, 2),
+        (1, TOO_FEW, 2, 2),
+    ]
     assert first.result.oom_restarts == 3
     second = Recorded(tiny(tmp_path / "run", *NORMED, changes={**changes, "train.max_steps": 4}))
     assert second.failures == []
@@ -127,15 +137,20 @@ def test_an_error_that_more_samples_do_not_help_is_the_users(tmp_path, caplog):
     assert sum("retrying" in text for text in caplog.messages) <= 3
 
 
+QUADS = (*runs.own_model("own_models.Quads"), *NORMED[-2:])
+FOURS = {"batch.global_size": 16, "batch.micro_size": "auto"}
+
+
 @pytest.mark.slow
-def test_a_loss_that_needs_four_samples(tmp_path):
-    """Doubled until it runs: 1, 2, 4."""
-    changes = {"batch.global_size": 16, "batch.micro_size": "auto"}
-    overrides = (*runs.own_model("own_models.Quads"), "data=digits", "user_packages=[own_models]")
-    recorded = Recorded(tiny(tmp_path, *overrides, changes=changes), Fault("forward", 1, 0, above=4))
-    assert failures(recorded) == [(1, 0, 16, 8), (1, 0, 8, 4)]
-    recorded = Recorded(tiny(tmp_path / "b", *overrides, schedule={1: 4, 3: 1}, changes=changes))
-    assert failures(recorded) == [(3, 1, 1, 2), (3, 2, 2, 4)]
+def test_a_model_that_needs_four_samples_is_not_split_further(tmp_path):
+    recorded = Recorded(tiny(tmp_path, *QUADS, changes=FOURS), Fault("forward", 1, 0, above=4))
+    assert failures(recorded) == [(1, OUT_OF_MEMORY, 16, 8), (1, OUT_OF_MEMORY, 8, 4)]
+
+
+@pytest.mark.slow
+def test_a_size_that_a_schedule_sets_too_small_is_doubled_until_the_model_runs(tmp_path):
+    recorded = Recorded(tiny(tmp_path, *QUADS, schedule={1: 4, 3: 1}, changes=FOURS))
+    assert failures(recorded) == [(3, TOO_FEW, 1, 2), (3, TOO_FEW, 2, 4)]
     assert {len(indices) % 4 for _, _, indices in recorded.fetched} == {0}
 
 
@@ -144,12 +159,10 @@ def test_a_larger_size_that_the_model_cannot_run_is_left(tmp_path, caplog):
     needed = peak_of(tmp_path / "24", GROUPED, 24)
     changes = {"memory.limit": needed - 1000, "train.max_steps": 8}
     recorded = Recorded(tiny(tmp_path / "run", *GROUPED, changes=changes))
-    sizes = [
-        (failure.rejects_size, failure.recovery.old_size, failure.recovery.new_size) for failure in recorded.failures
-    ]
-    *out_of_memory, (rejects_size, rejected, instead) = sizes
+    sizes = [(failure.kind, failure.recovery.old_size, failure.recovery.new_size) for failure in recorded.failures]
+    *out_of_memory, (kind, rejected, instead) = sizes
     assert [size for _, size, _ in out_of_memory] == [64, 32]
-    assert rejects_size
+    assert kind is ErrorKind.SIZE_REJECTED
     assert 8 < rejected < 32
     assert instead == 8
     assert f"the model cannot run micro-batch {rejected} at step " in caplog.text

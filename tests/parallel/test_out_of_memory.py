@@ -14,6 +14,8 @@ import runs
 import torch
 from faults import Fault
 
+from trainapp.sizes.micro_batches import ErrorKind
+
 from .cell import TINY, Cell, needs_reset
 from .comparing import error, errors, together
 from .pool import CellFailed
@@ -358,7 +360,7 @@ def test_too_few_samples_for_the_model(cell, share):
     records = cell.run(2, *settings, tiny=tiny)
     wanted = cell.run(2, *settings, tiny=declared)
     for record, other in zip(records, wanted, strict=True):
-        assert [(failure.step, failure.unsupported_samples) for failure in record.failures] == [(1, 1)]
+        assert [(failure.step, failure.kind) for failure in record.failures] == [(1, ErrorKind.TOO_FEW_SAMPLES)]
         assert other.failures == []
         assert record.losses == other.losses
         assert torch.equal(record.weights, other.weights)
@@ -375,8 +377,8 @@ def test_a_larger_size_that_the_model_refuses_on_ranks(cell):
     records = cell.run(2, *settings, tiny=tiny, faults=faults)
     for record in records:
         *out_of_memory, rejected = record.failures
-        assert [failure.rejects_size for failure in out_of_memory] == [False] * len(out_of_memory)
-        assert rejected.rejects_size
+        assert {failure.kind for failure in out_of_memory} == {ErrorKind.OUT_OF_MEMORY}
+        assert rejected.kind is ErrorKind.SIZE_REJECTED
         assert rejected.recovery.old_size % 8
         assert record.sizes[-1] == rejected.recovery.new_size == record.sizes[0]
         assert len(record.losses) == 8
@@ -392,3 +394,7 @@ def test_too_few_samples_where_ranks_do_not_vote(cell, tmp_path):
         cell.run(2, *settings, tiny=tiny, run_dir=tmp_path / "run")
     left = json.loads((tmp_path / "run" / "restart.json").read_text())
     assert (left["oom_restarts"], left["recoveries"]) == (0, 1)
+    (report,) = (tmp_path / "run" / "oom").glob("*.json")
+    record = json.loads(report.read_text())
+    assert (record["too_few"], record["rejects_size"]) == (1, False)
+    assert record["action"].endswith("with at least 2 samples in every micro-batch of this shape")

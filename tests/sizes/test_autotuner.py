@@ -27,7 +27,7 @@ def work(sizes: MicroBatchSizes, samples: int = 32, fails: bool = False) -> None
     batch = MicroBatch(
         torch.zeros(samples, 4), last=True, real=True, positions=range(samples), slice_samples=lambda a, b: None
     )
-    sizes.cut(batch, SingleRank())
+    sizes.split(batch, SingleRank())
     if fails:
         sizes.record_failure(SingleRank())
     else:

@@ -10,15 +10,15 @@ from trainapp.sizes.search import FailedAllocation, PeakSample, SizeSearch
 def searched(first, needed, limit, resident=0, is_measured=True, clean_steps=3) -> SizeSearch:
     """A search that has ended, with its failures and steps. needed: bytes of a size beyond what is resident."""
     search = SizeSearch(first, clean_steps)
-    search.failures, search.steps, room = 0, 0, limit - resident
+    search.failures, search.steps, headroom = 0, 0, limit - resident
     for _ in range(500):
         search.steps += 1
-        if needed(search.size) > room:
+        if needed(search.size) > headroom:
             search.failures += 1
             if not search.record_failure(search.size):
                 return search
         else:
-            measured = PeakSample(needed(search.size), room) if is_measured else None
+            measured = PeakSample(needed(search.size), headroom) if is_measured else None
             search.fitted(search.size, measured)
             if search.is_validated and search.search_has_ended:
                 return search

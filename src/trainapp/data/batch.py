@@ -1,4 +1,4 @@
-"""Batches: any pytree of tensors, and how its samples are cut into micro-batches.
+"""Batches: any pytree of tensors, and how its samples are split into micro-batches.
 
 Tensors may lie in arbitrarily nested containers, and which dimension holds the samples is unknown. Containers are dicts
 and other mappings, lists, tuples, namedtuples, dataclasses, and the types registered with `torch.utils._pytree`, such
@@ -140,7 +140,7 @@ class MicroBatch(NamedTuple):
     last: bool  # whether it is a training step's last
     real: bool  # False for a dummy that keeps this rank in step with the others
     # The place of each sample in its global batch or, in an evaluation, in its set: independent of how the samples are
-    # cut and spread over ranks.
+    # split and spread over ranks.
     positions: Sequence[int]
     # `slice_samples(start, end)`: the batch of only its samples [start, end), on the device
     slice_samples: Callable[[int, int], Any]
@@ -158,36 +158,36 @@ def bucket_of(samples: int, elements: int) -> int:
     return 1 << (elements_per_sample - 1).bit_length()
 
 
-def cut(indices: Sequence[int], size: int, min_pieces: int = 0, fewest: int = 1) -> list[Sequence[int]]:
-    """Cut indices into the micro-batches' pieces.
+def split_indices(indices: Sequence[int], size: int, at_least: int = 0, fewest: int = 1) -> list[Sequence[int]]:
+    """Split indices into those of each micro-batch.
 
     Args:
         indices: of the samples.
         size: samples per micro-batch; `ranges` says where the remainder goes.
-        min_pieces: if `size` gives fewer pieces, there are this many instead, whose sizes differ by at most one: 10 in
-            3 gives 4, 3, 3. With fewer samples than that, the last are empty.
-        fewest: samples that the model needs at once. If one of the pieces would have fewer, some are empty instead,
-            unless all samples together are fewer. Choose `size` with `size_for`, so that this is rare.
+        at_least: if `size` gives fewer micro-batches, there are this many instead, whose sizes differ by at most one:
+            10 in 3 gives 4, 3, 3. With fewer samples than that, the last are empty.
+        fewest: samples that the model needs at once. If one of the micro-batches would have fewer, some are empty
+            instead, unless all samples together are fewer. Choose `size` with `size_for`, so that this is rare.
     """
-    # Usually pieces of `size` and the remainder are enough.
-    pieces = [indices[start:end] for start, end in ranges(0, len(indices), size)]
-    if len(pieces) >= min_pieces and all(len(piece) >= fewest for piece in pieces):
-        return pieces
+    # Usually micro-batches of `size` and the remainder are enough.
+    parts = [indices[start:end] for start, end in ranges(0, len(indices), size)]
+    if len(parts) >= at_least and all(len(part) >= fewest for part in parts):
+        return parts
 
-    # Otherwise spread the samples evenly over as many pieces as they can fill, and leave the last pieces empty.
-    pieces_to_return = max(len(pieces), min_pieces)
-    pieces_to_fill = min(pieces_to_return, max(1, len(indices) // fewest))
-    even_pieces = []
-    for part in range(pieces_to_fill):
-        start, end = part_bounds(len(indices), part, pieces_to_fill)
-        even_pieces.append(indices[start:end])
-    empty_piece = indices[:0]
-    return even_pieces + [empty_piece] * (pieces_to_return - pieces_to_fill)
+    # Otherwise spread the samples evenly over as many as they can fill, and leave the last ones empty.
+    part_count = max(len(parts), at_least)
+    filled_count = min(part_count, max(1, len(indices) // fewest))
+    even_parts = []
+    for number in range(filled_count):
+        start, end = part_bounds(len(indices), number, filled_count)
+        even_parts.append(indices[start:end])
+    no_indices = indices[:0]
+    return even_parts + [no_indices] * (part_count - filled_count)
 
 
 def size_for(samples: int, size: int, fewest: int) -> int:
-    """Return the size to cut these samples by, so that no micro-batch has less than `fewest`: `size`, or the next
-    smaller one, or, where none is small enough, the next larger. 65 samples by 2 leave one, so they are cut by 3.
+    """Return the size to split these samples by, so that no micro-batch has less than `fewest`: `size`, or the next
+    smaller one, or, where none is small enough, the next larger. 65 samples by 2 leave one, so they are split by 3.
     """
     if fewest == 1 or samples <= size:
         return size
@@ -223,26 +223,26 @@ def part_bounds(samples: int, part: int, parts: int) -> tuple[int, int]:
     return start, end
 
 
-def pieces_of(micro: MicroBatch, pieces: Sequence[Sequence[int]], fewest: int = 1) -> Iterator[MicroBatch]:
-    """Cut a micro-batch into smaller ones.
+def split_micro_batch(micro: MicroBatch, parts: Sequence[Sequence[int]], fewest: int = 1) -> Iterator[MicroBatch]:
+    """Split a micro-batch into smaller ones.
 
     Args:
         micro: the larger micro-batch.
-        pieces: consecutive numbers of its samples for each smaller one. An empty piece gives a dummy (`real=False`) for
+        parts: consecutive numbers of its samples for each smaller one. An empty part gives a dummy (`real=False`) for
             a forward and backward that other ranks wait for.
         fewest: the number of samples in a dummy.
     """
-    for number, piece in enumerate(pieces, start=1):
-        if piece:
-            start = piece[0]
-            end = piece[-1] + 1
+    for number, part in enumerate(parts, start=1):
+        if part:
+            start = part[0]
+            end = part[-1] + 1
         else:  # a dummy computes on the first samples, whose loss does not count
             start = 0
             end = min(fewest, micro.samples)
         yield MicroBatch(
             data=micro.slice_samples(start, end),
-            last=micro.last and number == len(pieces),
-            real=micro.real and len(piece) > 0,
+            last=micro.last and number == len(parts),
+            real=micro.real and len(part) > 0,
             positions=micro.positions[start:end],
             slice_samples=functools.partial(_slice_after, micro.slice_samples, start),
             bucket=micro.bucket,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainapp.data.batch import MicroBatch, cut, size_for
+from trainapp.data.batch import MicroBatch, size_for, split_indices
 from trainapp.data.loader import BatchLoader, Request, Split
 from trainapp.data.progress import EVERY_STEP, Cadence, Progress, update_after
 from trainapp.data.sampler import Sampler, Share, Source
@@ -18,7 +18,7 @@ from trainapp.parallel.ranks import Ranks, SingleRank
 
 
 class _UpdatePosition(NamedTuple):
-    """An update, and how its samples are cut into micro-batches."""
+    """An update, and how its samples are split into micro-batches."""
 
     epoch: int
     consumed: int  # samples of the epoch before the update's step
@@ -191,10 +191,10 @@ class TrainBatches:
         fewest = position.fewest[position.update]
         size = size_for(share.largest, position.sizes[position.update], fewest)
         count = -(-share.largest // size)  # rounded up
-        pieces = cut(share.numbers, size, count, fewest)
+        parts = split_indices(share.numbers, size, count, fewest)
 
-        start = share.start  # the piece's first position in the global batch
-        for number, indices in enumerate(pieces, start=1):
+        start = share.start  # the first position of the micro-batch in the global batch
+        for number, indices in enumerate(parts, start=1):
             end = start + len(indices)
             yield Request(position.epoch, indices, range(start, end), last=number == count, fewest=fewest)
             start = end

@@ -3,6 +3,7 @@
 from trainapp.losses import losses
 from trainapp.memory.live_tensors import Category
 from trainapp.oom.report import Failure, sizes_of_phase
+from trainapp.sizes.micro_batches import ErrorKind
 from trainapp.techniques.catalogue import Situation, available
 from trainapp.training.session import Session
 from trainapp.units import bytes_text
@@ -36,10 +37,10 @@ def one_line(failure: Failure) -> str:
 
 
 def _rejected_samples(failure: Failure) -> str:
-    if failure.unsupported_samples == 1:
-        return "a single sample"
-    if failure.unsupported_samples:
-        return f"{failure.unsupported_samples} samples"
+    if failure.kind is ErrorKind.TOO_FEW_SAMPLES:
+        if failure.samples == 1:
+            return "a single sample"
+        return f"{failure.samples} samples"
     if failure.recovery.old_size:
         return f"micro-batch {failure.recovery.old_size}"
     return "this micro-batch"
@@ -101,7 +102,7 @@ def _why_no_smaller(session: Session, failure: Failure) -> str:
     if losses.has_embeddings(session.task) and not failure.evaluating:
         hint = f"; its loss keeps a whole batch, a smaller {setting} helps"
     sizes = sizes_of_phase(session, failure.phase)
-    if sizes.search(sizes.current.bucket).smallest > 1:
+    if sizes.stored_or_new_search(sizes.current.bucket).smallest > 1:
         return f"the model cannot run fewer samples{session.recovery.too_few_error}{hint}"
     return f"nothing is left to halve{hint}"
 

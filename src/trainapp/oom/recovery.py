@@ -1,6 +1,10 @@
-"""After an out-of-memory error: all ranks leave the step, it is rolled back, the size is reduced, the error is
-reported. An error of the model in a micro-batch that may have too few samples is recovered from in the same way, with a
-larger one.
+"""The steps of a recovery: all ranks leave the step, it is rolled back, the size is changed, the error is reported.
+
+`decision.decide` says which of them are taken, and `runner.recover` takes them in order. A failure is *local* if no
+other rank is in the step with this one: on a single rank, and in an evaluation in which ranks do not wait for each
+other. Then this rank recovers alone. Otherwise all ranks of the run make the collective calls below, in this order: the
+vote (the others have cast theirs in the step), the exchange of failures, the rollback, what was lost, whether the size
+stays, and the next size.
 """
 
 import contextlib
@@ -13,10 +17,11 @@ from trainapp.errors import OutOfMemory, TrainingStopped
 from trainapp.files import OOM_REPORTS
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.picture import Picture
+from trainapp.oom.decision import Decision, RecoveryKind, decide
 from trainapp.oom.messages import final_message, one_line
 from trainapp.oom.report import Failure, sizes_of_phase, write
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
-from trainapp.sizes.micro_batches import AttemptFailure
+from trainapp.sizes.micro_batches import AttemptFailure, ErrorKind, SizeChange
 from trainapp.torch_private import release_failed_backward
 from trainapp.training.attempt import rollback
 from trainapp.training.session import Session
@@ -41,106 +46,99 @@ def wait_for_device(session: Session) -> None:
 
 
 def abort_on_all_ranks(session: Session, failure: Failure) -> None:
-    """Inform the other ranks, if any, and wait until all have left the step.
-
-    If the others cannot be informed (without votes, or inside the commit), or if this process cannot recover, this
-    worker ends with its own exit code; the launcher then restarts all workers from the last checkpoint, with the
-    smaller size left for them in a file.
+    """Inform the other ranks that are in the step, if any, and wait until all have left it. Collective: all ranks, or
+    none for a local failure.
     """
-    ranks = session.ranks
-    if failure.broken:
-        leave_for_restart(session, failure)
     if failure.is_local:
         return
 
-    # The others learn of it from a vote, before their next collective.
-    if not failure.by_peer:
-        if not ranks.votes_enabled or not failure.phase.is_voted_on:
-            leave_for_restart(session, failure)
-        ranks.vote(True)
+    # Only ranks that have failed vote here. It pairs with the others' vote before their next collective, which raises
+    # the PeerOutOfMemory that brings them here (see `parallel.ranks`).
+    if failure.must_inform_others:
+        session.ranks.vote(True)
+    failure.recovery.others_are_informed = True
 
-    # From here on all ranks are outside the step.
-    ranks.cancel_flag_exchange()
-    _exchange_failures(ranks, failure)
+    # From here on all ranks are outside the step, and make the same calls.
+    session.ranks.cancel_flag_exchange()
+    _exchange_failures(session.ranks, failure)
 
 
 def _exchange_failures(ranks: Ranks, failure: Failure) -> None:
-    """Note which ranks have failed and, on the others, why. Collective."""
-    has_failed_here = not failure.by_peer
-    report_here = (has_failed_here, failure.unsupported_samples, failure.rejects_size)
-    by_rank = ranks.all_gather_object(report_here)
-    failure.recovery.failed_ranks = []
-    for rank, (has_failed, unsupported_samples, rejects_size) in enumerate(by_rank):
-        if has_failed:
-            failure.recovery.failed_ranks.append(rank)
-        if failure.by_peer:
-            failure.unsupported_samples = max(failure.unsupported_samples, unsupported_samples)
-            failure.rejects_size = failure.rejects_size or rejects_size
+    """Note which ranks have failed and, on the others, why. Collective: all ranks."""
+    kind_here = None if failure.by_peer else failure.kind
+    kinds_by_rank = ranks.all_gather_object(kind_here)
+    failure.recovery.failed_ranks = [rank for rank, kind in enumerate(kinds_by_rank) if kind is not None]
+    if failure.by_peer:
+        # Several ranks may have failed, in different ways.
+        for kind in (ErrorKind.TOO_FEW_SAMPLES, ErrorKind.SIZE_REJECTED, ErrorKind.OUT_OF_MEMORY):
+            if kind in kinds_by_rank:
+                failure.kind = kind
+                break
 
 
 def undo_attempt(session: Session, failure: Failure) -> None:
     """Leave no trace of the failed attempt; see `attempt.rollback`. Sets `lost`, equal on all ranks: state that the
-    rollback could not restore, see `Snapshot`.
+    rollback could not restore, see `Snapshot`. Collective: the recovering ranks.
     """
     release_failed_backward()
     rollback(session, failure.phase, other_ranks_wait=not failure.is_local)
 
     # What one rank has lost is lost to all: their parameters would differ.
     lost: set[str] = set()
-    lost_by_rank = _ranks_to_inform(session, failure).all_gather_object(session.snapshot.lost)
+    lost_by_rank = _recovering_ranks(session, failure).all_gather_object(session.snapshot.lost)
     for names in lost_by_rank:
         lost.update(names)
     failure.recovery.lost = sorted(lost)
     session.snapshot.add_written(failure.recovery.lost)  # copied from now on
-    if failure.recovery.lost and failure.is_local and session.ranks.world_size > 1:  # in this rank's own evaluation
-        leave_for_restart(session, failure)
 
 
-def _ranks_to_inform(session: Session, failure: Failure) -> Ranks:
-    """Return the ranks that take part in this recovery."""
+def _recovering_ranks(session: Session, failure: Failure) -> Ranks:
+    """Return the ranks that take part in this recovery: this one alone, or all."""
     return SingleRank() if failure.is_local else session.ranks
 
 
 def change_size(session: Session, failure: Failure) -> None:
     """Choose the size of the next attempt. Raises OutOfMemory if no other one can help.
 
-    Work without a size is retried unchanged, once per step.
+    Work without a size is retried unchanged, once per step. Collective: the recovering ranks.
     """
     sizes = sizes_of_phase(session, failure.phase)
-    failure.recovery.old_size = sizes.current_size
-    failure.recovery.new_size = sizes.current_size
+    recovery = failure.recovery
+    recovery.old_size = sizes.current_size
+    recovery.new_size = sizes.current_size
 
     # Where no smaller size can help, free memory may: retry once.
-    if _retries_unchanged(session, failure):
-        failure.recovery.action = f"retrying with micro-batch {failure.recovery.old_size}, after freeing unused memory"
+    if _keeps_size(session, failure):
+        recovery.action = f"retrying with micro-batch {recovery.old_size}, after freeing unused memory"
         return
 
     # Otherwise the search, the same on all ranks, has the next size, or none.
-    ranks = _ranks_to_inform(session, failure)
+    ranks = _recovering_ranks(session, failure)
     change = sizes.record_failure(ranks, not failure.by_peer, _attempt_failure(failure))
-    failure.recovery.is_constant = sizes.search(sizes.current.bucket).must_try_smallest
+    recovery.is_constant = sizes.stored_or_new_search(sizes.current.bucket).must_try_smallest
     if change is None:
         raise OutOfMemory(final_message(session, failure))
-    failure.recovery.old_size = change.ran
-    failure.recovery.new_size = change.new
-    failure.recovery.action = _change_text(failure)
-    if failure.unsupported_samples:
+    _note_change(failure, change)
+    recovery.action = _change_text(failure)
+    if failure.kind is ErrorKind.TOO_FEW_SAMPLES:
         session.recovery.too_few_error = ""
         if not failure.by_peer:
             session.recovery.too_few_error = f" ({failure.message})"
 
 
-def _retries_unchanged(session: Session, failure: Failure) -> bool:
+def _keeps_size(session: Session, failure: Failure) -> bool:
     """Return whether to retry at the same size, once per step: no rank's work would benefit from a smaller size or, on
-    CUDA, none is left and freeing fragmented memory may be enough. Collective: ranks may be in different phases.
+    CUDA, none is left and freeing fragmented memory may be enough. Collective: the recovering ranks, which may be in
+    different phases.
     """
     is_on_cuda = session.state.device.type == "cuda"
     is_smallest = not sizes_of_phase(session, failure.phase).can_shrink
-    may_be_fragmented = is_on_cuda and is_smallest and not failure.needs_checkpoint
+    is_in_place = decide(failure, session.ranks).kind is RecoveryKind.IN_PLACE
+    may_be_fragmented = is_on_cuda and is_smallest and is_in_place
     gains_nothing = failure.by_peer or not failure.phase.depends_on_size or may_be_fragmented
     may_retry = gains_nothing and session.recovery.retried_step != failure.step
 
-    by_rank = _ranks_to_inform(session, failure).all_gather_object(may_retry)
+    by_rank = _recovering_ranks(session, failure).all_gather_object(may_retry)
     all_may_retry = all(by_rank)
     if all_may_retry:
         session.recovery.retried_step = failure.step
@@ -149,17 +147,23 @@ def _retries_unchanged(session: Session, failure: Failure) -> bool:
 
 def _attempt_failure(failure: Failure) -> AttemptFailure:
     """Return what the search needs to know of a failure."""
-    return AttemptFailure(failure.failed_allocation, failure.unsupported_samples, failure.rejects_size)
+    return AttemptFailure(failure.kind, failure.samples, failure.failed_allocation)
+
+
+def _note_change(failure: Failure, change: SizeChange) -> None:
+    failure.recovery.old_size = change.ran
+    failure.recovery.new_size = change.new
+    failure.recovery.fewest_samples = change.fewest_samples
 
 
 def _change_text(failure: Failure) -> str:
     recovery = failure.recovery
-    if failure.unsupported_samples:
+    if failure.kind is ErrorKind.TOO_FEW_SAMPLES:
         return (
-            f"from now on every micro-batch of this shape has at least {recovery.old_size + 1} samples; retrying the "
+            f"from now on every micro-batch of this shape has at least {recovery.fewest_samples} samples; retrying the "
             f"step with micro-batch {recovery.new_size}"
         )
-    if failure.rejects_size:
+    if failure.kind is ErrorKind.SIZE_REJECTED:
         return f"going back to micro-batch {recovery.new_size}, which has run; no larger one is tried for this shape"
     size_name = "evaluation micro-batch" if failure.evaluating else "micro-batch"
     text = f"{size_name} {recovery.old_size} -> {recovery.new_size}, retrying the step"
@@ -204,29 +208,31 @@ def _record(session: Session, failure: Failure) -> None:
         session.tracker.queue_picture("out_of_memory", picture, failure.step)
 
 
-def leave_for_restart(session: Session, failure: Failure) -> NoReturn:
-    """End this worker, leaving the sizes for the restarted workers in the run directory.
+def end_process(session: Session, failure: Failure, decision: Decision) -> NoReturn:
+    """End this process, which cannot go on. Not collective: the launcher ends the other workers.
 
     Raises TrainingStopped if nothing can help, or if nothing would restart this process.
     """
-    if isinstance(session.ranks, SingleRank):
-        _stop_without_restart(session, failure)
+    if decision.kind is RecoveryKind.RESTART:
+        _leave_for_restart(session, failure, decision.reason)
+    _stop_without_restart(session, failure, decision.reason)
 
+
+def _leave_for_restart(session: Session, failure: Failure, reason: str) -> NoReturn:
+    """End this worker, leaving the sizes for the restarted workers in the run directory."""
     # Choose the size of the new processes. Work without a size also restarts with a smaller one: a new process may
     # have more memory for it.
     sizes = sizes_of_phase(session, failure.phase)
-    reason = _attempt_failure(failure)
+    attempt_failure = _attempt_failure(failure)
     if not failure.phase.depends_on_size:
-        reason = reason._replace(allocation=None)
-    change = sizes.record_failure(SingleRank(), failure=reason)
+        attempt_failure = attempt_failure._replace(allocation=None)
+    change = sizes.record_failure(SingleRank(), failure=attempt_failure)
     if change is None:
         error_type = OutOfMemory if failure.is_out_of_memory else TrainingStopped
         raise error_type(f"{one_line(failure)}: no smaller micro-batch can fit")
-    failure.recovery.old_size = change.ran
-    failure.recovery.new_size = change.new
+    _note_change(failure, change)
     failure.recovery.action = (
-        f"not recoverable in place ({_why_not_in_place(failure)}): all ranks restart from the last checkpoint with "
-        f"micro-batch {failure.recovery.new_size} instead of {failure.recovery.old_size}"
+        f"not recoverable in place ({reason}): all ranks restart from the last checkpoint with {_restart_size(failure)}"
     )
     log.warning("rank %d: %s", session.ranks.rank, one_line(failure))
 
@@ -240,9 +246,16 @@ def leave_for_restart(session: Session, failure: Failure) -> NoReturn:
     os._exit(OUT_OF_MEMORY_EXIT)
 
 
-def _stop_without_restart(session: Session, failure: Failure) -> NoReturn:
+def _restart_size(failure: Failure) -> str:
+    recovery = failure.recovery
+    if failure.kind is ErrorKind.TOO_FEW_SAMPLES:
+        return f"at least {recovery.fewest_samples} samples in every micro-batch of this shape"
+    return f"micro-batch {recovery.new_size} instead of {recovery.old_size}"
+
+
+def _stop_without_restart(session: Session, failure: Failure, reason: str) -> NoReturn:
     """Raise TrainingStopped for a single process, which no launcher restarts."""
-    failure.recovery.action = f"{failure.broken} is unusable for the rest of this process"
+    failure.recovery.action = reason
     with contextlib.suppress(OSError):
         write(session, failure)
     error_type = OutOfMemory if failure.is_out_of_memory else TrainingStopped
@@ -250,15 +263,3 @@ def _stop_without_restart(session: Session, failure: Failure) -> NoReturn:
         f"{one_line(failure)}; continue from the last checkpoint in a new process, with a memory.limit below "
         f"the driver's:\n  {session.config.command}"
     )
-
-
-def _why_not_in_place(failure: Failure) -> str:
-    if failure.broken:
-        return f"{failure.broken} is unusable from now on"
-    if failure.phase.is_partial:
-        return "inside the commit"
-    if failure.recovery.lost:
-        return f"the forward has written {listed(failure.recovery.lost, most=5)}"
-    if not failure.phase.is_voted_on:
-        return f"ranks do not vote in the phase {failure.phase}"
-    return "ranks do not vote once a size is validated"

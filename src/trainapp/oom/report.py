@@ -13,12 +13,11 @@ from trainapp.memory.live_tensors import Category
 from trainapp.memory.static import optimizer_tensors, size_of
 from trainapp.parallel.ranks import PeerOutOfMemory
 from trainapp.parallel.strategy import TaskModule
-from trainapp.sizes.micro_batches import MicroBatchSizes
+from trainapp.sizes.micro_batches import ErrorKind, MicroBatchSizes
 from trainapp.sizes.search import FailedAllocation
 from trainapp.training.memory_watch import SwallowedOutOfMemory
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
-from trainapp.units import listed
 
 # What is in memory before a micro-batch, whatever its size.
 RESIDENT = (
@@ -33,18 +32,20 @@ RESIDENT = (
 UPDATE_PHASES = (Phase.GRADIENTS, Phase.UNSCALE, Phase.CLIP, Phase.COMMIT)  # no micro-batch is in memory
 
 # Keys in files that differ from the fields' names; and fields that are not in files.
-FILE_KEYS = {"is_local": "alone", "unsupported_samples": "too_few", "failed_ranks": "culprits"}
-NOT_IN_FILES = ("events", "categories", "recovery")
+FILE_KEYS = {"is_local": "alone", "failed_ranks": "culprits"}
+NOT_IN_FILES = ("events", "categories", "recovery", "kind", "others_are_informed", "fewest_samples")
 
 
 @dataclass
 class Recovery:
     """What recovery has found out about a failure, and its answer."""
 
+    others_are_informed: bool = False  # whether all ranks have left the step, after a vote
     failed_ranks: list[int] = field(default_factory=list)  # empty if no other rank was informed
     lost: list[str] = field(default_factory=list)  # parameters written by a forward without having a copy
-    old_size: int = 0  # the micro-batch that failed
+    old_size: int = 0  # the largest micro-batch of the failed attempt
     new_size: int = 0  # that of the next attempt
+    fewest_samples: int = 0  # of every micro-batch from now on, after an error for too few; 0 after any other
     is_constant: bool = False  # whether fewer samples have asked for the same
     action: str = ""  # the answer in words
     seconds_lost: float = 0.0  # by the attempt and its recovery
@@ -54,8 +55,7 @@ class Recovery:
 class Failure:
     """A failed attempt at a step, as `describe` sees it while the error is handled. Sizes are bytes.
 
-    Memory ran out or, with `unsupported_samples` or `rejects_size`, the model failed with that number of samples. Plain
-    values only: the error and its frames would keep every tensor of the failed step alive.
+    Plain values only: the error and its frames would keep every tensor of the failed step alive.
     """
 
     # Where it failed, and what was in memory.
@@ -72,14 +72,13 @@ class Failure:
 
     # Which ranks it concerns.
     is_local: bool = False  # whether no other rank waits for this one, so that none needs to be informed
-    by_peer: bool = False  # another rank ran out of memory, not this one
+    by_peer: bool = False  # another rank has failed, not this one
 
     # What kind of error, and its circumstances.
+    kind: ErrorKind = ErrorKind.OUT_OF_MEMORY  # of a peer's error, too, once the ranks have exchanged it
     host: bool = False  # the host ran out, not a device or `memory.limit`
     swallowed: bool = False  # the caller caught the error
     update: str = ""  # name of the step's update; empty if it has only one, and between steps
-    unsupported_samples: int = 0  # samples in the micro-batch, if they are too few for the model; of a peer's, too
-    rejects_size: bool = False  # whether the model failed with a larger micro-batch than the validated one; also a peer
     resident: Category | None = None  # what exceeded the limit before any micro-batch, by itself
     accumulates: bool = False  # whether gradients of earlier micro-batches were in memory
     samples: int = 0  # in the current micro-batch
@@ -119,24 +118,13 @@ class Failure:
 
     @property
     def is_out_of_memory(self) -> bool:
-        """Whether memory ran out, not a model that cannot run this number of samples."""
-        return not (self.unsupported_samples or self.rejects_size)
+        """Whether memory ran out."""
+        return self.kind is ErrorKind.OUT_OF_MEMORY
 
     @property
-    def needs_checkpoint(self) -> bool:
-        """Whether parameters cannot be restored in place: only a checkpoint is safe."""
-        return self.phase.is_partial or bool(self.recovery.lost)
-
-    @property
-    def why_checkpoint(self) -> str:
-        """The reason for `needs_checkpoint`, for a message."""
-        if self.phase.updates_in_backward:
-            return "optimizer.in_backward=true has updated some of the parameters"
-        if not self.recovery.lost:
-            return "the parameters may be half updated"
-        return (
-            f"the forward has written {listed(self.recovery.lost)}, of which there was no copy (from now on there is)"
-        )
+    def must_inform_others(self) -> bool:
+        """Whether other ranks are in the step and do not know yet that this one has left it."""
+        return not (self.is_local or self.by_peer or self.recovery.others_are_informed)
 
     @property
     def evaluating(self) -> bool:
@@ -149,20 +137,19 @@ def sizes_of_phase(session: Session, phase: Phase) -> MicroBatchSizes:
     return session.sizes.evaluation if phase is Phase.EVALUATE else session.sizes.train
 
 
-def describe(session: Session, error: BaseException, has_too_few: bool = False, rejects_size: bool = False) -> Failure:
+def describe(session: Session, error: BaseException, kind: ErrorKind = ErrorKind.OUT_OF_MEMORY) -> Failure:
     """Describe an error. Call while it is handled: it reads state that is gone afterwards. Needs no device memory.
 
     Args:
         session: in whose work it was raised.
         error: the error.
-        has_too_few: whether it is an error of the model, which cannot run so few samples.
-        rejects_size: whether it is one that comes with a larger micro-batch than the validated one.
+        kind: of the error.
     """
     memory = session.memory
 
     # Where it happened, and in which step.
     phase, module = _locate(session, error)
-    is_within_update = phase.can_be_undone or phase.is_partial
+    is_within_update = phase.can_be_undone or phase.is_partly_applied
     step = session.state.progress.step
     if is_within_update or phase.begins_step:
         step += 1
@@ -174,7 +161,6 @@ def describe(session: Session, error: BaseException, has_too_few: bool = False, 
     requested = getattr(error, "requested", None) or requested_bytes(str(error))
     category = getattr(error, "category", None)
     events, categories = memory.events(session.engine.gradients())
-    is_out_of_memory = not (has_too_few or rejects_size)
     return Failure(
         step=step,
         phase=phase,
@@ -188,11 +174,10 @@ def describe(session: Session, error: BaseException, has_too_few: bool = False, 
         rank=session.ranks.rank,
         is_local=session.ranks.world_size == 1 or is_evaluation_of_one_rank,
         by_peer=isinstance(error, PeerOutOfMemory),
-        host=memory.device.type == "cpu" and is_out_of_memory and not isinstance(error, torch.OutOfMemoryError),
+        kind=kind,
+        host=_is_hosts_error(session, error, kind),
         swallowed=isinstance(error, SwallowedOutOfMemory),
         update=session.state.update.name if is_within_update else "",
-        unsupported_samples=micro_batch.samples if has_too_few else 0,
-        rejects_size=rejects_size,
         resident=category if category in RESIDENT else None,
         accumulates=session.engine.accumulates,
         samples=micro_batch.samples,
@@ -201,6 +186,12 @@ def describe(session: Session, error: BaseException, has_too_few: bool = False, 
         events=events,
         categories=categories,
     )
+
+
+def _is_hosts_error(session: Session, error: BaseException, kind: ErrorKind) -> bool:
+    """Return whether the host ran out of memory: torch's own error is for a device or for `memory.limit`."""
+    is_on_cpu = session.memory.device.type == "cpu"
+    return is_on_cpu and kind is ErrorKind.OUT_OF_MEMORY and not isinstance(error, torch.OutOfMemoryError)
 
 
 def _locate(session: Session, error: BaseException) -> tuple[Phase, str]:
@@ -277,6 +268,8 @@ def write(session: Session, failure: Failure) -> Path:
         if name not in NOT_IN_FILES:
             facts[FILE_KEYS.get(name, name)] = value
     facts["phase"] = failure.location
+    facts["too_few"] = failure.samples if failure.kind is ErrorKind.TOO_FEW_SAMPLES else 0
+    facts["rejects_size"] = failure.kind is ErrorKind.SIZE_REJECTED
     facts["trace"] = failure.trace.splitlines()
 
     name = f"{session.sizes.oom_restarts:03d}_step_{failure.step}"

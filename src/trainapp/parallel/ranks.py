@@ -1,9 +1,18 @@
 """How the ranks of a run communicate, apart from gradients: votes on running out of memory, reductions, flags.
 
-Votes have their own gloo group. A rank that runs out of memory leaves its forward or backward at an arbitrary point;
-the others would wait for it in their next collective forever. Therefore, while a size is unvalidated, all ranks vote
-before each collective of a step: healthy ranks vote 0, and the one that ran out votes 1 exactly once, from its handler.
-That vote pairs with the others' next one, and all ranks leave the step together.
+The order of votes. A collective call ends only once every rank has made it, and a process group matches calls by their
+order alone: the third call of one rank is the third of all. A rank that runs out of memory leaves its forward or
+backward at an arbitrary point, and the others would wait in their next collective for a call that never comes.
+Therefore, while a size is unvalidated, ranks vote before each collective of a step:
+
+    healthy rank:  vote(0) all_reduce  vote(0) all_reduce  vote(0) -> PeerOutOfMemory, leaves the step
+    failing rank:  vote(0) all_reduce  vote(0) all_reduce  out of memory, leaves the step, vote(1)
+
+A vote is a maximum over all ranks, in a group of its own. The failing rank casts its 1 from the handler of the error,
+exactly once, in place of the 0 that it would have cast before its next collective: so it pairs with the others' next
+vote, wherever they are, and all of them have made the same collectives. After it an aborted step has no further votes
+(see `vote`). Outside the step all ranks are at the same point again, `oom.recovery`, and make the same calls there:
+they exchange what failed and what was lost, agree on the size, and retry.
 """
 
 import contextlib

@@ -5,6 +5,7 @@ import dataclasses
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.memory import host
 from trainapp.oom import recovery
+from trainapp.oom.decision import RecoveryKind, decide
 from trainapp.oom.report import Failure
 from trainapp.parallel.ranks import answered_by_rank_zero
 from trainapp.run import directory, resume
@@ -14,24 +15,33 @@ from trainapp.training.session import Session
 
 
 def recover(session: Session, failure: Failure) -> SessionStart | None:
-    """Roll the step back and change the micro-batch size. Return the start of a new session if this one cannot
-    continue.
+    """Recover from an error as `decide` says, on all ranks that were in the step together. Call outside `except`.
 
-    Call outside `except`. Raises TrainingStopped if no other size can help.
+    Return the start of a new session if this one cannot continue. Raises TrainingStopped if no other size can help.
     """
-    # Count before ranks agree, which may end this worker: the restarted one resumes the counts.
+    # Count first: this worker may end, and the restarted one resumes the counts.
     if not failure.by_peer:
         _count(session, failure)
+
+    # Can this process recover at all? Then all ranks leave the step.
+    decision = decide(failure, session.ranks)
+    if decision.ends_process:
+        recovery.end_process(session, failure, decision)
     recovery.abort_on_all_ranks(session, failure)
     if failure.by_peer:  # only now does this rank know whether its peer was out of memory
         _count(session, failure)
 
-    # Then the state is that of before the step, and another size is tried.
+    # Undo the attempt, which tells what cannot be undone.
     if failure.host:
         host.give_memory_back()
     recovery.undo_attempt(session, failure)
-    if failure.needs_checkpoint:
-        return _restart(session, failure)
+    decision = decide(failure, session.ranks)
+    if decision.ends_process:
+        recovery.end_process(session, failure, decision)
+
+    # Try again with another size, from before the step or from a checkpoint.
+    if decision.kind is RecoveryKind.FROM_CHECKPOINT:
+        return _restart(session, failure, decision.reason)
     recovery.change_size(session, failure)
     recovery.report(session, failure)
     return None
@@ -44,9 +54,13 @@ def _count(session: Session, failure: Failure) -> None:
         session.memory.out_of_memory_count += 1
 
 
-def _restart(session: Session, failure: Failure) -> SessionStart:
-    """Return the start of a new session, from the last checkpoint or the start of the run: parameters may be half
-    updated, or written by a forward.
+def _restart(session: Session, failure: Failure, reason: str) -> SessionStart:
+    """Return the start of a new session, from the last checkpoint or from the start of the run. Collective: all ranks.
+
+    Args:
+        session: the one that ends.
+        failure: the error that ended it.
+        reason: why it cannot continue, see `Decision`.
     """
     # The checkpoint to start from. One that is still being written in the background may be the newest.
     config = session.config
@@ -67,7 +81,7 @@ def _restart(session: Session, failure: Failure) -> SessionStart:
     recovery.change_size(session, failure)
     repeated = session.state.progress.step - checkpoint_step
     failure.recovery.action = (
-        f"{failure.why_checkpoint}; restarting from {origin_text} and repeating {repeated} finished steps, with "
+        f"{reason}; restarting from {origin_text} and repeating {repeated} finished steps, with "
         f"micro-batch {failure.recovery.old_size} -> {failure.recovery.new_size}"
     )
     recovery.report(session, failure)

@@ -16,9 +16,9 @@ from trainapp.errors import OUT_OF_MEMORY, add_note
 from trainapp.files import RECIPE
 from trainapp.inference import generate, predict
 from trainapp.memory import host
-from trainapp.memory.detection import is_out_of_memory
-from trainapp.oom import model_errors, recovery
+from trainapp.oom import recovery
 from trainapp.oom.building import explain_out_of_memory
+from trainapp.oom.error_kinds import recoverable_kind
 from trainapp.oom.report import Failure, describe
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.run import recipe, recipe_text, resume
@@ -34,11 +34,10 @@ from trainapp.run.result import (
     write_failure,
 )
 from trainapp.signals import AtWork, Interrupted, StopRequest, deadline_of
+from trainapp.sizes.micro_batches import ErrorKind
 from trainapp.training import callback_calls, loop, reporting, stopping
 from trainapp.training.dependence import warn_of_padding
 from trainapp.training.evaluation.evaluate import evaluate
-from trainapp.training.memory_watch import refused_in_attempt
-from trainapp.training.phase import Phase
 from trainapp.training.session import Session
 
 log = logging.getLogger(__name__)
@@ -146,17 +145,12 @@ def run_until_oom(session: Session) -> Failure | None:
         work(session)
         return None
     except Exception as error:
-        if not session.config.oom.enabled or session.engine.phase is Phase.SAVE:
+        kind = recoverable_kind(session, error)
+        if kind is None:
             raise
-        if is_out_of_memory(error, refused_in_attempt(session)):
+        if kind is ErrorKind.OUT_OF_MEMORY:
             recovery.wait_for_device(session)  # while the traceback keeps the failed tensors alive
-            return describe(session, error)  # plain values, which do not keep those tensors alive
-        if model_errors.has_too_few_samples(session, error):
-            return describe(session, error, has_too_few=True)
-        if model_errors.rejects_larger_size(session, error):
-            return describe(session, error, rejects_size=True)
-        model_errors.advise_on_evaluation(session, error)
-        raise
+        return describe(session, error, kind)  # plain values, which do not keep those tensors alive
 
 
 def work(session: Session) -> None:

@@ -1,11 +1,12 @@
-"""The micro-batch size for each shape of data, equal on all ranks, and the cutting of fetched batches to it."""
+"""The micro-batch size for each shape of data, equal on all ranks, and how fetched batches are split to it."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple
 
-from trainapp.data.batch import MicroBatch, bucket_of, cut, elements_in, pieces_of, size_for
+from trainapp.data.batch import MicroBatch, bucket_of, elements_in, size_for, split_indices, split_micro_batch
 from trainapp.parallel.ranks import Ranks
 from trainapp.sizes.search import FailedAllocation, PeakSample, SizeSearch
 
@@ -63,17 +64,20 @@ class ShapeHistory:
         self.fewest_samples_in_attempt = 0
 
 
+class ErrorKind(Enum):
+    """An error that another micro-batch size may avoid."""
+
+    OUT_OF_MEMORY = "memory ran out"
+    TOO_FEW_SAMPLES = "the model cannot run so few samples"
+    SIZE_REJECTED = "the model fails with a size that is larger than the validated one"
+
+
 class AttemptFailure(NamedTuple):
-    """Why a rank left the current attempt: memory ran out, or its model cannot run this number of samples."""
+    """Why a rank left the current attempt."""
 
+    kind: ErrorKind = ErrorKind.OUT_OF_MEMORY
+    samples: int = 0  # of the micro-batch that failed
     allocation: FailedAllocation | None = None  # if memory ran out and the allocation is known
-    unsupported_samples: int = 0  # so few samples that the model cannot run them
-    rejects_size: bool = False  # whether the model fails with a larger size than the validated one
-
-    @property
-    def is_out_of_memory(self) -> bool:
-        """Whether memory ran out."""
-        return not (self.unsupported_samples or self.rejects_size)
 
 
 OUT_OF_MEMORY = AttemptFailure()
@@ -82,8 +86,9 @@ OUT_OF_MEMORY = AttemptFailure()
 class SizeChange(NamedTuple):
     """The answer to a failed attempt, in samples."""
 
-    ran: int  # the micro-batch that failed; the size by which data was fetched, if none was known yet
+    ran: int  # the largest micro-batch of the attempt; the size by which data was fetched, if nothing ran
     new: int  # the size to run next
+    fewest_samples: int = 0  # of every micro-batch from now on, if the attempt failed for too few; otherwise 0
 
 
 class RankReport(NamedTuple):
@@ -122,7 +127,7 @@ class MicroBatchSizes:
     history: defaultdict[int, ShapeHistory] = field(default_factory=lambda: defaultdict(ShapeHistory))
     current: CurrentMicroBatch = NO_MICRO_BATCH
     is_unvalidated: bool = True  # whether any rank last ran an unvalidated size
-    # By bucket, the sizes of the last step's micro-batches, equal on all ranks: as a schedule, they reproduce the cut.
+    # By bucket, the sizes of the last step's micro-batches, equal on all ranks: a schedule of them replays the step.
     sizes_in_force: dict[int, int] = field(default_factory=dict)
     sizes_by_batch: dict[int, dict[int, int]] = field(default_factory=dict)  # the same, where it changed
     # `batch.micro_schedule`: sizes by the attempt from which they apply. A skipped step is also an attempt.
@@ -138,13 +143,13 @@ class MicroBatchSizes:
         """The size of the current micro-batch's bucket."""
         if not self.current.bucket:
             return self.size
-        return self.search(self.current.bucket).size
+        return self.stored_or_new_search(self.current.bucket).size
 
     @property
     def can_shrink(self) -> bool:
-        """Whether the current micro-batch may be cut further."""
+        """Whether the current micro-batch may be split further."""
         ran = self.history[self.current.bucket].attempt.samples or self.size
-        return ran > self.search(self.current.bucket).smallest
+        return ran > self.stored_or_new_search(self.current.bucket).smallest
 
     @property
     def fewest_samples(self) -> int:
@@ -157,7 +162,7 @@ class MicroBatchSizes:
         in this process, but larger ones have, or ran out of memory.
         """
         history = self.history[self.current.bucket]
-        search = self.search(self.current.bucket)
+        search = self.stored_or_new_search(self.current.bucket)
 
         has_run_with_so_few = 0 < history.fewest_samples <= self.current.samples
         if has_run_with_so_few:
@@ -170,7 +175,7 @@ class MicroBatchSizes:
     @property
     def tries_larger_size(self) -> bool:
         """Whether the current micro-batch's size has not run yet, and is larger than one that is validated."""
-        search = self.search(self.current.bucket)
+        search = self.stored_or_new_search(self.current.bucket)
         return search.clean == 0 and 0 < search.largest_validated < search.size
 
     @property
@@ -183,7 +188,7 @@ class MicroBatchSizes:
         """Whether this rank has seen a shape whose size is unvalidated or may still grow."""
         for bucket, history in self.history.items():
             ran_recently = history.clean.samples or history.attempt.samples
-            if ran_recently and not (self.is_validated(bucket) and self.search(bucket).search_has_ended):
+            if ran_recently and not (self.is_validated(bucket) and self.stored_or_new_search(bucket).search_has_ended):
                 return True
         return False
 
@@ -195,7 +200,7 @@ class MicroBatchSizes:
 
     def is_validated(self, bucket: int) -> bool:
         """Return whether a bucket's size is validated, by its own steps or by as many samples of a larger bucket."""
-        search = self.search(bucket)
+        search = self.stored_or_new_search(bucket)
         if search.clean_in_process >= search.clean_steps:  # `is_validated`, inlined: runs for every micro-batch
             return True
         for larger_bucket, larger in self.searches.items():
@@ -203,8 +208,10 @@ class MicroBatchSizes:
                 return True
         return False
 
-    def search(self, bucket: int) -> SizeSearch:
-        """Return a bucket's search. A new one starts from other buckets' failures, scaled by their elements."""
+    def stored_or_new_search(self, bucket: int) -> SizeSearch:
+        """Return a bucket's search. A new one starts from other buckets' failures, scaled by their elements, and is not
+        stored: `searches` has only those that are equal on all ranks.
+        """
         if bucket in self.searches:
             return self.searches[bucket]
         size = self.start
@@ -214,10 +221,11 @@ class MicroBatchSizes:
                     size_of_as_many_elements = int(failed.size * failed_bucket / bucket)
                     size = min(size, size_of_as_many_elements)
         size = min(max(size, self.smallest), self.start)
-        return self._new_search(size)
-
-    def _new_search(self, size: int) -> SizeSearch:
         return SizeSearch(size, self.clean_steps, self.grow, self.smallest)
+
+    def _stored_search(self, bucket: int) -> SizeSearch:
+        """Return a bucket's search; store a new one. Call on all ranks."""
+        return self.searches.setdefault(bucket, self.stored_or_new_search(bucket))
 
     def apply_schedule(self, batch_number: int) -> None:
         """Apply the schedule's newest entry up to this attempt, once: an update may not be in the step of the entry."""
@@ -236,8 +244,7 @@ class MicroBatchSizes:
             self.start = sizes
             sizes = dict.fromkeys(self.searches, sizes)
         for bucket, size in sizes.items():
-            search = self.search(bucket)
-            self.searches[bucket] = search
+            search = self._stored_search(bucket)
             if search.smallest_failing is None or size < search.smallest_failing:
                 search.try_size(max(search.smallest, size))
 
@@ -259,8 +266,8 @@ class MicroBatchSizes:
         """Note the micro-batch that runs next."""
         self.current = CurrentMicroBatch(bucket, samples)
 
-    def cut(self, micro: MicroBatch, ranks: Ranks) -> Iterable[MicroBatch]:
-        """Cut a fetched micro-batch to its bucket's size, into the same number of pieces on every rank, usually one.
+    def split(self, micro: MicroBatch, ranks: Ranks) -> Iterable[MicroBatch]:
+        """Split a fetched micro-batch into micro-batches of its bucket's size: usually one, and as many on every rank.
 
         If all sizes are validated and equal, ranks skip the exchange: a shape first seen on one rank is not split in
         that step, and gets its own size once the ranks have exchanged it.
@@ -271,54 +278,55 @@ class MicroBatchSizes:
         self.begin(bucket, samples)
         micro = MicroBatch(*micro[:-1], bucket)  # a quarter of the time of `_replace`
 
-        # Cut it: usually all of it is one piece, on every rank.
-        search = self.search(bucket)
+        # The samples of each micro-batch: usually all of them in one, on every rank.
+        search = self.stored_or_new_search(bucket)
         size = size_for(samples, search.size, search.smallest)
-        pieces: list[Sequence[int]]
+        parts: list[Sequence[int]]
         if samples > size:
-            pieces = cut(range(samples), size)
+            parts = split_indices(range(samples), size)
         else:
-            pieces = [range(samples)]
+            parts = [range(samples)]
         if ranks.world_size > 1:
             if self._all_alike():
-                pieces = [range(samples)]
+                parts = [range(samples)]
             else:
-                pieces = self._cut_alike_on_all_ranks(pieces, samples, size, ranks)
+                parts = self._as_many_on_all_ranks(parts, samples, size, ranks)
 
-        # Note what will run: the first piece is the largest; one without samples only keeps step with other ranks.
-        largest = len(pieces[0])
+        # Note what will run: the first is the largest; one without samples only keeps step with other ranks.
+        largest = len(parts[0])
         smallest = largest
-        if len(pieces) > 1:
-            smallest = min(len(piece) for piece in pieces if piece)
+        if len(parts) > 1:
+            smallest = min(len(part) for part in parts if part)
         history = self.history[bucket]
         history.attempt = history.attempt.merged(LargestRun(largest, elements * largest // samples))
         history.fewest_samples_in_attempt = min(history.fewest_samples_in_attempt or smallest, smallest)
         self.begin(bucket, smallest)
-        if len(pieces) == 1:
+        if len(parts) == 1:
             return [micro]
-        return pieces_of(micro, pieces, search.smallest)
+        return split_micro_batch(micro, parts, search.smallest)
 
-    def cut_all(self, fetched: Iterable[MicroBatch], ranks: Ranks) -> Iterator[MicroBatch]:
-        """Yield the pieces of all fetched micro-batches, see `cut`: each by the size when it is reached."""
+    def split_all(self, fetched: Iterable[MicroBatch], ranks: Ranks) -> Iterator[MicroBatch]:
+        """Split all fetched micro-batches, see `split`: each by the size when it is reached."""
         for micro in fetched:
-            yield from self.cut(micro, ranks)
+            yield from self.split(micro, ranks)
 
     def _all_alike(self) -> bool:
         """Return whether every bucket seen so far has the same, validated size."""
         sizes = {search.size for search in self.searches.values()}
         return len(sizes) == 1 and all(map(self.is_validated, self.searches))
 
-    def _cut_alike_on_all_ranks(
-        self, pieces: list[Sequence[int]], samples: int, size: int, ranks: Ranks
+    def _as_many_on_all_ranks(
+        self, parts: list[Sequence[int]], samples: int, size: int, ranks: Ranks
     ) -> list[Sequence[int]]:
-        """Return as many pieces as the rank with the most has. Collective."""
+        """Return the samples of as many micro-batches as the rank with the most has. Collective."""
         is_unvalidated = not self.is_validated(self.current.bucket)
-        most_pieces, any_unvalidated = ranks.all_reduce_max(len(pieces), int(is_unvalidated))
+        most_parts, any_unvalidated = ranks.all_reduce_max(len(parts), int(is_unvalidated))
         if any_unvalidated:  # memory may run out
             ranks.enable_votes(True)
-        if most_pieces == len(pieces):
-            return pieces
-        return cut(range(samples), size, most_pieces, self.search(self.current.bucket).smallest)
+        if most_parts == len(parts):
+            return parts
+        fewest = self.stored_or_new_search(self.current.bucket).smallest
+        return split_indices(range(samples), size, most_parts, fewest)
 
     def record_peak(self, samples: int, resident: int, peak: int, limit: int) -> None:
         """Record the peak of a micro-batch of the current bucket, in bytes, if the micro-batch was full-size.
@@ -329,7 +337,7 @@ class MicroBatchSizes:
             peak: the highest value during it.
             limit: the memory limit.
         """
-        if not self.search(self.current.bucket).is_full_size(samples):
+        if not self.stored_or_new_search(self.current.bucket).is_full_size(samples):
             return
         history = self.history[self.current.bucket]
         history.attempt = history.attempt.merged(LargestRun(peak=PeakSample(peak - resident, limit - resident)))
@@ -362,8 +370,7 @@ class MicroBatchSizes:
         # Every search advances by what has run of its shape.
         grown = {}
         for bucket, run in largest.items():
-            search = self.search(bucket)
-            self.searches[bucket] = search
+            search = self._stored_search(bucket)
             next_size = search.fitted(run.samples, run.peak)
             if next_size is not None:
                 grown[bucket] = next_size
@@ -374,10 +381,10 @@ class MicroBatchSizes:
         return grown
 
     def _size_in_force(self, bucket: int, largest: Mapping[int, LargestRun]) -> int:
-        """Return the size by which this step's batches of a bucket were cut. A new shape that was not split (see `cut`)
+        """Return the size by which this step's batches of a bucket were split. A new shape that was not (see `split`)
         ran at more than the size that it gets.
         """
-        size = self.search(bucket).size
+        size = self.stored_or_new_search(bucket).size
         if bucket in self.searches:
             return size
         return max(min(size, self.size), largest[bucket].samples)
@@ -416,7 +423,8 @@ class MicroBatchSizes:
             return self._halve_start()
 
         # Create all searches before changing any: a new one starts from the failures of the others.
-        self.searches |= {bucket: self.search(bucket) for bucket in failed_buckets}
+        for bucket in failed_buckets:
+            self._stored_search(bucket)
         changes = [self._change_search(bucket, reports) for bucket in failed_buckets]
         if None in changes:
             return None
@@ -435,27 +443,31 @@ class MicroBatchSizes:
         failures = [report.failure for report in reports if report.failure and report.failed_bucket == bucket]
         failures = failures or [OUT_OF_MEMORY]
 
-        # The model's own errors: too few samples ask for a larger size, a rejected one for the validated size.
-        unsupported_samples = max(failure.unsupported_samples for failure in failures)
-        size_before = search.size
-        if unsupported_samples:
-            search.require_more_than(unsupported_samples)
-        elif any(failure.rejects_size for failure in failures):
-            search.reject_size()
+        failures_by_kind = defaultdict[ErrorKind, list[AttemptFailure]](list)
+        for failure in failures:
+            failures_by_kind[failure.kind].append(failure)
 
-        out_of_memory = [failure for failure in failures if failure.is_out_of_memory]
-        if not out_of_memory:
-            return SizeChange(unsupported_samples or size_before, search.size)
-
-        # Memory ran out on some rank: a smaller size than the largest that ran on any.
+        # The largest micro-batch that ran on any rank.
         largest = merged([report.ran for report in reports])
-        ran = size_before  # where the fetch failed, before anything ran
+        ran = search.size  # where the fetch failed, before anything ran
         if bucket in largest:
             ran = largest[bucket].samples
-        can_fit = search.record_failure(ran, out_of_memory[0].allocation)
-        if not can_fit:
-            return None
-        return SizeChange(unsupported_samples or ran, search.size)
+
+        # The model's own errors: too few samples ask for a larger size, a rejected one for the validated size.
+        fewest_samples = 0
+        if failures_by_kind[ErrorKind.TOO_FEW_SAMPLES]:
+            unsupported = max(failure.samples for failure in failures_by_kind[ErrorKind.TOO_FEW_SAMPLES])
+            search.require_more_than(unsupported)
+            fewest_samples = search.smallest
+        elif failures_by_kind[ErrorKind.SIZE_REJECTED]:
+            search.reject_size()
+
+        # Memory ran out on some rank: a smaller size than the largest that ran.
+        if failures_by_kind[ErrorKind.OUT_OF_MEMORY]:
+            can_fit = search.record_failure(ran, failures_by_kind[ErrorKind.OUT_OF_MEMORY][0].allocation)
+            if not can_fit:
+                return None
+        return SizeChange(ran, search.size, fewest_samples)
 
     def _forget_attempt(self) -> None:
         for history in self.history.values():
@@ -464,20 +476,7 @@ class MicroBatchSizes:
 
     def state_dict(self) -> dict[str, Any]:
         """Return primitives only."""
-        buckets = {}
-        for bucket, search in self.searches.items():
-            allocation = None
-            if search.last_failure is not None:
-                allocation = list(search.last_failure)
-            buckets[bucket] = [
-                search.size,
-                search.largest_validated,
-                search.smallest_failing,
-                search.search_has_ended,
-                search.smallest,
-                allocation,
-                search.state_dict(),
-            ]
+        buckets = {bucket: search.state_dict() for bucket, search in self.searches.items()}
         return {"start": self.start, "buckets": buckets}
 
     def load_state_dict(self, saved: dict[str, Any], is_lower: bool = False) -> None:
@@ -489,39 +488,11 @@ class MicroBatchSizes:
         """
         if is_lower:
             self.start = min(self.start, saved["start"])
-        self.searches |= {int(bucket): self._loaded_search(*entry) for bucket, entry in saved["buckets"].items()}
+        for bucket, search_state in saved["buckets"].items():
+            search = SizeSearch(self.start, self.clean_steps, self.grow, self.smallest)
+            search.load_state_dict(search_state, largest_size=self.start)
+            self.searches[int(bucket)] = search
         self.is_unvalidated = True
-
-    def _loaded_search(
-        self,
-        size: int,
-        largest_validated: int,
-        smallest_failing: int | None,
-        has_ended: bool,
-        smallest: int = 1,
-        allocation: Sequence[Any] | None = None,
-        progress: Mapping[str, Any] | None = None,
-    ) -> SizeSearch:
-        """Return a search from its record, of which earlier versions have only the first values."""
-        if smallest_failing is not None and smallest_failing > self.start:
-            # From a larger global batch: unreachable here, so it would never be validated.
-            smallest_failing = None
-            has_ended = True
-
-        # Bring all sizes into the range of this run.
-        smallest = max(self.smallest, min(smallest, self.start))
-        search = self._new_search(max(smallest, min(size, self.start)))
-        search.smallest = smallest
-        search.largest_validated = min(largest_validated, search.size)
-        search.smallest_failing = smallest_failing
-        search.search_has_ended = has_ended or not self.grow
-        if allocation is not None:
-            search.last_failure = FailedAllocation(*allocation)
-
-        # How far it has come holds for its own size only.
-        if progress is not None and search.size == size:
-            search.load_state_dict(progress)
-        return search
 
 
 def merged(by_rank: Sequence[dict[int, LargestRun]]) -> dict[int, LargestRun]:

@@ -12,7 +12,7 @@ micro-batch, the smallest is tried next: if that fails, too, none can fit.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,18 +21,20 @@ SMALLEST_GAIN = 0.05  # smallest relative gain worth risking a failed step
 # Fraction of a request by which memory in use may differ between two attempts, as by a sum per metric.
 USAGE_TOLERANCE = 0.01
 
+_EMPTY_STATE = (1, 0, None, True, 1, None, None)  # in the order of `SizeSearch.state_dict`
+
 
 class PeakSample(NamedTuple):
-    """Bytes `needed` by full-size micro-batches beyond resident memory, and the `room` that the limit leaves."""
+    """Bytes `needed` by full-size micro-batches beyond resident memory, and the `headroom` that the limit leaves."""
 
     needed: int
-    room: int
+    headroom: int
 
     def worst(self, other: "PeakSample | None") -> "PeakSample":
-        """Return the larger need and the smaller room."""
+        """Return the larger need and the smaller headroom."""
         if other is None:
             return self
-        return PeakSample(max(self.needed, other.needed), min(self.room, other.room))
+        return PeakSample(max(self.needed, other.needed), min(self.headroom, other.headroom))
 
 
 class FailedAllocation(NamedTuple):
@@ -50,7 +52,7 @@ class FailedAllocation(NamedTuple):
     def repeats(self, previous: "FailedAllocation | None") -> bool:
         """Return whether the request evidently does not shrink with the size: the same allocation failed before with at
         least twice the samples, on average no shorter ones, and extrapolating what was saved to zero samples still does
-        not make room.
+        not fit.
 
         Args:
             previous: the previous failure, at a larger size.
@@ -67,7 +69,7 @@ class FailedAllocation(NamedTuple):
         if not (is_same_request and has_half_the_samples and has_no_longer_samples):
             return False
 
-        # What the smaller size has saved, extrapolated to zero samples, must leave too little room.
+        # What the smaller size has saved, extrapolated to zero samples, must leave too little headroom.
         saved = previous.used - self.used
         if saved < -USAGE_TOLERANCE * self.requested:  # something else has grown meanwhile
             return False
@@ -223,21 +225,57 @@ class SizeSearch:
         self.clean = 0
         self.clean_in_process = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the progress of the search, as plain values: a resumed run tries the same sizes in the same steps."""
-        return {
+    def state_dict(self) -> list[Any]:
+        """Return plain values: a resumed run tries the same sizes in the same steps. `load_state_dict` reads them."""
+        allocation = None
+        if self.last_failure is not None:
+            allocation = list(self.last_failure)
+        progress = {
             "clean": self.clean,
             "failures_in_a_row": self.failures_in_a_row,
             "must_try_smallest": self.must_try_smallest,
             "peaks": {size: list(peak) for size, peak in self.peaks.items()},
         }
+        return [
+            self.size,
+            self.largest_validated,
+            self.smallest_failing,
+            self.search_has_ended,
+            self.smallest,
+            allocation,
+            progress,
+        ]
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore a `state_dict` of a search with this size. Keys of peaks may be strings, as in JSON."""
-        self.clean = saved["clean"]
-        self.failures_in_a_row = saved["failures_in_a_row"]
-        self.must_try_smallest = saved["must_try_smallest"]
-        self.peaks = {int(size): PeakSample(*peak) for size, peak in saved["peaks"].items()}
+    def load_state_dict(self, saved: Sequence[Any], largest_size: int) -> None:
+        """Restore a `state_dict`, whose keys may be strings, as in JSON. Earlier versions have only the first values.
+
+        Args:
+            saved: a `state_dict`.
+            largest_size: samples on this rank in a step of this run, which may have fewer than the saved one.
+        """
+        values = [*saved, *_EMPTY_STATE[len(saved) :]]
+        size, largest_validated, smallest_failing, has_ended, smallest, allocation, progress = values
+
+        # From a larger global batch: unreachable here, so it would never be validated.
+        if smallest_failing is not None and smallest_failing > largest_size:
+            smallest_failing = None
+            has_ended = True
+
+        # Bring all sizes into the range of this run.
+        self.smallest = max(self.smallest, min(smallest, largest_size))
+        self.size = max(self.smallest, min(size, largest_size))
+        self.largest_validated = min(largest_validated, self.size)
+        self.smallest_failing = smallest_failing
+        self.search_has_ended = has_ended or not self.grow
+        if allocation is not None:
+            self.last_failure = FailedAllocation(*allocation)
+
+        # How far it has come holds for the saved size only.
+        if progress is not None and self.size == size:
+            self.clean = progress["clean"]
+            self.failures_in_a_row = progress["failures_in_a_row"]
+            self.must_try_smallest = progress["must_try_smallest"]
+            self.peaks = {int(size): PeakSample(*peak) for size, peak in progress["peaks"].items()}
 
     def _larger_size(self) -> int | None:
         """Return the next size after a validated one; None if the line or a failure excludes every one worth trying."""
@@ -261,7 +299,7 @@ class SizeSearch:
         """Return the size at which the line through the measured peaks reaches the limit; inf if it never does."""
         if self.size not in self.peaks:
             return math.inf
-        needed, room = self.peaks[self.size]
+        needed, headroom = self.peaks[self.size]
 
         # The second point: the next smaller measured size, or the origin.
         smaller = max((size for size in self.peaks if size < self.size), default=0)
@@ -271,4 +309,4 @@ class SizeSearch:
         rise = needed - needed_by_smaller
         if rise <= 0:
             return math.inf
-        return self.size + (room - needed) * (self.size - smaller) / rise
+        return self.size + (headroom - needed) * (self.size - smaller) / rise

@@ -51,26 +51,27 @@ class CachedGradients(Engine):
         """Whether the current update has an embedding loss."""
         return has_embeddings(self.task)
 
-    def prepare(self, cut: Iterator[MicroBatch], watched: BatchContext) -> Iterator[MicroBatch]:
+    def prepare(self, micro_batches: Iterator[MicroBatch], watched: BatchContext) -> Iterator[MicroBatch]:
         """Run passes 1 and 2. Return the same micro-batches for pass 3."""
-        cut = super().prepare(cut, watched)
+        micro_batches = super().prepare(micro_batches, watched)
         if not self._caches:
-            return cut
-        micro_batches, embeddings = self._embed(cut, watched)
-        self.totals, gradients = self._backward_to_embeddings(micro_batches, embeddings, watched)
+            return micro_batches
+        embedded, embeddings = self._embed(micro_batches, watched)
+        self.totals, gradients = self._backward_to_embeddings(embedded, embeddings, watched)
         self.loss_weight = self.weight_of(1)  # the cached gradients are already weighted
         self.snapshot.restore_generators()
         self.seed(self.context)
-        return self._third_pass(micro_batches, gradients)
+        return self._third_pass(embedded, gradients)
 
-    def _embed(self, cut: Iterator[MicroBatch], watched: BatchContext) -> tuple[deque[MicroBatch], list[Any]]:
+    def _embed(self, micro_batches: Iterator[MicroBatch], watched: BatchContext) -> tuple[deque[MicroBatch], list[Any]]:
         """Run pass 1, and undo its side effects. Return the micro-batches and their embeddings."""
-        micro_batches, embeddings = deque[MicroBatch](), []
-        for micro in cut:
+        embedded = deque[MicroBatch]()
+        embeddings = []
+        for micro in micro_batches:
             with self.at(Phase.FORWARD), watched(micro.data), self.sample_draws(micro):
                 embeddings.append(self._without_gradients(micro))
-            # Without `slice_samples`, which holds the larger batch that this one was cut from.
-            micro_batches.append(micro._replace(slice_samples=_is_not_cut_again))
+            # Without `slice_samples`, which holds the larger batch that this one is a part of.
+            embedded.append(micro._replace(slice_samples=_is_not_split_again))
 
         # Undo what pass 1 has written, since pass 3 writes it again.
         self.snapshot.restore(except_kinds=MOVED_ON)
@@ -81,7 +82,7 @@ class CachedGradients(Engine):
                 f"{self.task.setting}: its embed writes parameters in place ({names}), of which there is no copy "
                 "yet; with gradient caching it runs twice per step. Make them buffers, which are always copied"
             )
-        return micro_batches, embeddings
+        return embedded, embeddings
 
     def _without_gradients(self, micro: MicroBatch) -> Any:
         """Return the embeddings, bit-identical to pass 3.
@@ -262,5 +263,5 @@ def _require_of_embeddings(loss: Tensor, setting: str) -> None:
         )
 
 
-def _is_not_cut_again(start: int, end: int) -> Any:
-    raise AssertionError("an embedded micro-batch is not cut again")
+def _is_not_split_again(start: int, end: int) -> Any:
+    raise AssertionError("an embedded micro-batch is not split again")

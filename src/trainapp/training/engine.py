@@ -158,8 +158,6 @@ class Engine:
 
     Attributes:
         phase: where in a step, or between two, the run is, or where it failed; set by `at`.
-        is_partly_applied: whether an update has begun to change parameters or progress and is not finished: only a
-            checkpoint restores them. Set by the first change, cleared by `finish_update` or a restore.
         totals: this rank's sums of the current accumulation.
         is_first: whether nothing has been committed in this process, in which case losses and gradients are checked
             more closely.
@@ -203,7 +201,7 @@ class Engine:
         self._weights: dict[int, Tensor] = {}  # see `weight_of`
 
         self.phase = Phase.START
-        self.is_partly_applied = False
+        self._commit_has_begun = False  # from the first change until `finish_update` or a restore: see `reported_phase`
         self.totals = Totals()
         self.is_first = True
         self.only_compares = False
@@ -218,8 +216,8 @@ class Engine:
 
     @property
     def reported_phase(self) -> Phase:
-        """The phase as reports and plans name it: a partly applied update fails as a whole."""
-        return Phase.COMMIT if self.is_partly_applied else self.phase
+        """The phase as recovery, reports and plans see it: a partly applied update fails as a whole."""
+        return Phase.COMMIT if self._commit_has_begun else self.phase
 
     def begin(self, context: UpdateContext) -> None:
         """Start an update."""
@@ -272,15 +270,15 @@ class Engine:
             self._weights[samples] = weight
         return self._weights[samples]
 
-    def prepare(self, cut: Iterator[MicroBatch], watched: BatchContext) -> Iterator[MicroBatch]:
+    def prepare(self, micro_batches: Iterator[MicroBatch], watched: BatchContext) -> Iterator[MicroBatch]:
         """Start an accumulation. Return the micro-batches to run forward and backward on.
 
         Args:
-            cut: the fetched and cut micro-batches.
+            micro_batches: fetched, and split to the size that fits.
             watched: watches the memory of work on a batch, see `training.memory_watch`.
         """
         self.totals = Totals()
-        return cut
+        return micro_batches
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Return the loss of a micro-batch, and add it to the totals.
@@ -391,7 +389,7 @@ class Engine:
                 self.skip_step()
 
         # From here on an error may leave the update half applied. Of a skipped one progress changes, too.
-        self.is_partly_applied = True  # until `finish_update`
+        self._commit_has_begun = True  # until `finish_update`
         if applied:
             with self.at(Phase.COMMIT):
                 applied = update.precision.step(update.optimizer)
@@ -405,7 +403,7 @@ class Engine:
 
     def forget_update(self) -> None:
         """Forget the update, also one that was rolled back. Frees the tensors of its totals."""
-        self.is_partly_applied = False
+        self._commit_has_begun = False
         self.totals = Totals()
 
     def set_rates(self) -> None:

@@ -36,7 +36,7 @@ class InBackward(Engine):
     @property
     def reported_phase(self) -> Phase:
         """The phase as reports and plans name it; updates in the backward have phases of their own."""
-        if not self.is_partly_applied:
+        if not self._commit_has_begun:
             return self.phase
         if self.phase is Phase.BACKWARD:
             return Phase.BACKWARD_AFTER_UPDATES
@@ -97,7 +97,7 @@ class InBackward(Engine):
                 f"shape {list(parameter.shape)} came in several parts, as with torch's checkpoint(use_reentrant=True); "
                 "use optimizer.in_backward=false"
             )
-        self.is_partly_applied = True
+        self._commit_has_begun = True
         with self.at(Phase.UPDATE_IN_BACKWARD):
             assert parameter.grad is not None
             self._norms[id(parameter)] = norms_of([parameter.grad], self._dtype)[0]
@@ -139,6 +139,6 @@ class InBackward(Engine):
             self.nonfinite.record_outcome(True, self.state.progress.step)
         else:
             self.skip_step()
-            self.is_partly_applied = True  # until `finish_update`: progress changes
+            self._commit_has_begun = True  # until `finish_update`: progress changes
         self.is_first = False
         return self._applies

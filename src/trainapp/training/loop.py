@@ -27,7 +27,7 @@ def train(session: Session) -> None:
 
     Each iteration first finishes what the previous step left: weight average, callbacks, evaluation, saving. So a call
     after an error, or of a resumed run, continues there. An error leaves parameters and optimizer as they were after
-    the last finished update, unless `session.engine.is_partly_applied`.
+    the last finished update, unless `session.engine.reported_phase.is_partly_applied`.
     """
     with session.engine.at(Phase.COMMITTED):
         while True:
@@ -49,7 +49,7 @@ def train_step(session: Session) -> None:
         with attempt(session, context):  # until the commit, `rollback` leaves no trace of it
             if context.checks_exactness:
                 exactness.require_same_twice(session, context, accumulate)
-            samples = session.micro_batches()  # fetched, and cut to the size that fits
+            samples = session.micro_batches()  # fetched, and split to the size that fits
             batches = engine.prepare(samples, functools.partial(watched, session, session.sizes.train))
             result = run_update(engine, batches, functools.partial(micro_batch_context, session))
             advance_progress(session, context, result)

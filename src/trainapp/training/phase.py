@@ -48,20 +48,22 @@ class Phase(str, Enum):
     @property
     def depends_on_size(self) -> bool:
         """Whether a smaller micro-batch needs less memory."""
-        return self in (*_BEFORE_COMMIT, Phase.EVALUATE) or self.is_partial
+        return self in (*_BEFORE_COMMIT, Phase.EVALUATE) or self.is_partly_applied
 
     @property
-    def is_partial(self) -> bool:
-        """Whether parameters and optimizer may be partially updated, so that only a checkpoint is safe."""
-        return self in PARTIAL
+    def is_partly_applied(self) -> bool:
+        """Whether the update has begun to change parameters or progress and is not finished: only a checkpoint
+        restores them.
+        """
+        return self in _COMMIT_PHASES
 
     @property
     def updates_in_backward(self) -> bool:
         """Whether a backward that updates parameters has started to do so."""
-        return self in PARTIAL and self is not Phase.COMMIT
+        return self.is_partly_applied and self is not Phase.COMMIT
 
 
-PARTIAL = (Phase.UPDATE_IN_BACKWARD, Phase.BACKWARD_AFTER_UPDATES, Phase.COMMIT)
+_COMMIT_PHASES = (Phase.UPDATE_IN_BACKWARD, Phase.BACKWARD_AFTER_UPDATES, Phase.COMMIT)
 _BEFORE_COMMIT = (
     Phase.DATA, Phase.FORWARD, Phase.LOSS, Phase.METRIC, Phase.BACKWARD, Phase.GRADIENTS, Phase.UNSCALE, Phase.CLIP,
 )  # fmt: skip

@@ -216,7 +216,7 @@ class Session:
             self.state.cadences,
             [sizes.fewest_samples for sizes in sizes_by_update],
         )
-        return self.sizes.train.cut_all(self.meter.timed(fetched), self.ranks)
+        return self.sizes.train.split_all(self.meter.timed(fetched), self.ranks)
 
     @property
     def eval_ranks(self) -> Ranks:

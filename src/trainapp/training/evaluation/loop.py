@@ -53,7 +53,7 @@ def each_micro_batch(
         keep: takes the result of a complete micro-batch, on all ranks that evaluate together or on none.
     """
     sizes = session.sizes.evaluation
-    for micro in sizes.cut_all(fetched, session.eval_ranks):
+    for micro in sizes.split_all(fetched, session.eval_ranks):
         with session.metrics.undone_on_error():
             # Until the ranks agree, this micro-batch may be repeated: nothing of it counts.
             watching = watched(session, sizes, micro.data, micro.samples)

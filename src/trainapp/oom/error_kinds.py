@@ -1,11 +1,14 @@
-"""Errors of the model that another number of samples in the micro-batch may avoid."""
+"""Which errors a run recovers from: memory ran out, or another number of samples may avoid the model's own error."""
 
 from traceback import walk_tb
 
 from torch import nn
 
 from trainapp.errors import add_note
+from trainapp.memory.detection import is_out_of_memory
 from trainapp.models.inspect import batchnorms
+from trainapp.sizes.micro_batches import ErrorKind
+from trainapp.training.memory_watch import refused_in_attempt
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
 
@@ -13,12 +16,29 @@ from trainapp.training.session import Session
 MODEL_ERRORS = (ValueError, RuntimeError, LookupError, AssertionError, ArithmeticError)
 
 
-def has_too_few_samples(session: Session, error: Exception) -> bool:
+def recoverable_kind(session: Session, error: Exception) -> ErrorKind | None:
+    """Return what kind of error to recover from this is. Call while the error is handled.
+
+    None: it ends the run. Then it may have advice in a note, if the number of samples can have caused it.
+    """
+    if not session.config.oom.enabled or session.engine.phase is Phase.SAVE:
+        return None
+    if is_out_of_memory(error, refused_in_attempt(session)):
+        return ErrorKind.OUT_OF_MEMORY
+    if _has_too_few_samples(session, error):
+        return ErrorKind.TOO_FEW_SAMPLES
+    if _rejects_larger_size(session, error):
+        return ErrorKind.SIZE_REJECTED
+    _advise_on_evaluation(session, error)
+    return None
+
+
+def _has_too_few_samples(session: Session, error: Exception) -> bool:
     """Return whether this error of the model may come from a micro-batch with too few samples, as BatchNorm's does for
     one: larger ones of this shape have run, or ran out of memory, and the step has more samples.
 
-    Call while the error is handled. An error that comes again with more samples is the user's: it is raised once no
-    larger micro-batch is known to have run.
+    An error that comes again with more samples is the user's: it is raised once no larger micro-batch is known to have
+    run.
     """
     if not _is_of_model(session, error):
         return False
@@ -30,18 +50,18 @@ def has_too_few_samples(session: Session, error: Exception) -> bool:
     return _device_works(session)
 
 
-def rejects_larger_size(session: Session, error: Exception) -> bool:
+def _rejects_larger_size(session: Session, error: Exception) -> bool:
     """Return whether this error of the model comes with a larger micro-batch than one that is validated, such as an odd
     one for a model that pairs its samples: the search tries sizes of its own.
 
-    Call while the error is handled. An error that comes again with the validated size is the user's.
+    An error that comes again with the validated size is the user's.
     """
     return _is_of_model(session, error) and session.sizes.train.tries_larger_size and _device_works(session)
 
 
-def advise_on_evaluation(session: Session, error: Exception) -> None:
+def _advise_on_evaluation(session: Session, error: Exception) -> None:
     """Add advice to an error that the number of samples of an evaluation micro-batch may have caused: that of a module,
-    in a number that no step has trained. Call while the error is handled.
+    in a number that no step has trained.
     """
     if session.engine.phase is not Phase.EVALUATE or not isinstance(error, MODEL_ERRORS):
         return
