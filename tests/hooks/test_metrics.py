@@ -10,12 +10,12 @@ import runs
 import torch
 from helpers import evaluations, metrics, result
 
-from trainapp.assembly import hooks
 from trainapp.errors import UserError
 from trainapp.hooks.metric_state import TorchMetric
 from trainapp.hooks.metrics import StatefulMetrics, as_scalars
 from trainapp.memory.live_tensors import Category
 from trainapp.training import evaluate, loop
+from trainapp.trials import metrics_trial
 
 MLP = (*runs.MODELS["mlp"], "user_packages=[own_hooks]", "train.max_steps=2", "every.eval=2")
 F1 = "+metrics.f1={_target_: torchmetrics.F1Score, task: multiclass, average: macro}"
@@ -221,7 +221,7 @@ def test_a_mistake_in_arguments_shows_before_training(tmp_path, monkeypatch):
     note = "in metrics.mine: update of a OfThree with what the task returns for it"
     assert notes("tried") == note
     assert not (tmp_path / "tried/metrics.jsonl").exists()
-    monkeypatch.setattr(hooks, "_try_on_examples", lambda run: set())
+    monkeypatch.setattr(metrics_trial, "_try_on_examples", lambda run: set())
     assert notes("late") == note
     assert len(metrics(tmp_path / "late")) == 2
     with pytest.raises(KeyError, match="no such threshold") as failed:

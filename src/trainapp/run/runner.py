@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainapp.assembly import build, hooks
+from trainapp.assembly import build
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config.claimed_settings import log_claims, with_claimed_settings
 from trainapp.config.schema import Config
@@ -45,6 +45,7 @@ from trainapp.training.evaluate import evaluate
 from trainapp.training.memory_watch import refused_in_attempt
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
+from trainapp.trials.metrics_trial import try_metrics
 
 log = logging.getLogger(__name__)
 
@@ -224,7 +225,7 @@ def prepare(
     session.meter.began = began or session.meter.began
     if carried is None and saved is not None and trains:  # seconds of earlier processes
         session.meter.began -= saved.get("seconds", 0.0)
-    hooks.try_metrics(session)
+    try_metrics(session)
     build.start_tracking(session)
     if trains and ranks.is_rank_zero:
         forget_stop(Path(config.run_dir))

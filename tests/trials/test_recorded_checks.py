@@ -1,4 +1,4 @@
-"""What was checked before the first step, and what could not be and why: see `Resources.checks`."""
+"""What was checked before the first step, and what could not be and why: see `Assembly.checks`."""
 
 import random
 
@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainapp.assembly import modes
 from trainapp.assembly.engine import assemble
 from trainapp.assembly.resources import open_resources
 from trainapp.parallel.ranks import SingleRank
 from trainapp.tasks import EmbeddingTask
+from trainapp.trials import modes
 
 HERE = "user_packages=[own_tasks,own_graphs,own_streams,test_recorded_checks]"
 NET = (*runs.own_model("own_tasks.Net"), HERE, "data=digits")
@@ -28,11 +28,11 @@ def checks_of(run_dir, *overrides, resumes=False):
     config = runs.configure(run_dir, *overrides)
     parts = open_resources(config, SingleRank(), resumes=resumes)
     try:
-        assemble(config, parts, SingleRank())
+        outcomes = assemble(config, parts, SingleRank()).checks
     finally:
         parts.close()
-    assert all(text and "\n" not in text for text in parts.checks.values())
-    return parts.checks
+    assert all(text and "\n" not in text for text in outcomes.values())
+    return outcomes
 
 
 def total(model, batch):
@@ -367,8 +367,8 @@ def test_a_resumed_run_tells_what_was_checked_before(tmp_path):
 
 def test_parameters_without_values():
     """As with `parallel.fsdp.meta_init`, whose ranks are processes."""
-    assert modes.reason_without_values(nn.Linear(2, 2, device="meta")).startswith("parameters have no values yet")
-    assert not modes.reason_without_values(nn.Linear(2, 2))
+    assert not modes.has_all_values(nn.Linear(2, 2, device="meta"))
+    assert modes.has_all_values(nn.Linear(2, 2))
 
 
 def first(model, batch):
