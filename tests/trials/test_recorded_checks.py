@@ -16,6 +16,7 @@ from trainapp.parallel.ranks import SingleRank
 from trainapp.tasks import EmbeddingTask
 from trainapp.trials import modes
 
+TASK = "task=test_recorded_checks."
 HERE = "user_packages=[own_tasks,own_graphs,own_streams,test_recorded_checks]"
 NET = (*runs.own_model("own_tasks.Net"), HERE, "data=digits")
 IN_DOUBLE = "adds up over 4 samples, as does its count, in fp64, with noise too"
@@ -148,6 +149,18 @@ def test_batches_that_are_not_their_halves_joined(tmp_path):
     assert told["loss"].startswith(f"is no mean of 4 samples; no more is compared: {reason}, in fp64")
 
 
+def per_pixel(model, batch):
+    """Its count is of pixels, but its metric sums one value per sample."""
+    logits, targets = model(batch["inputs"]), batch["targets"]
+    right = (logits.argmax(1) == targets).float()
+    return F.cross_entropy(logits, targets, reduction="sum"), 64 * len(targets), {"right": right.sum()}
+
+
+def test_metrics_of_samples_are_noticed_in_batches_that_are_not_their_halves_joined(tmp_path, caplog):
+    checks_of(tmp_path, *OF_SPARSE, "data._target_=test_recorded_checks.OneGraph", f"{TASK}per_pixel")
+    assert "right sums one value per sample, but is divided by the count, which is 256 for 4 samples" in caplog.text
+
+
 # --- nested tensors
 
 
@@ -260,7 +273,6 @@ def fp32_only(model, batch):
 
 
 FP32 = torch.eye(64)
-TASK = "task=test_recorded_checks."
 STREAM = ("data._target_=own_streams.Plain", "~data.augment", "data.num_workers=0", "train.max_steps=3")
 REASONS = {
     "one sample": (

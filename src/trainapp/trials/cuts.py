@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from trainapp.draws.record import DrawRecord, topic_of
+from trainapp.draws.record import DrawRecord, TopicKind
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
 from trainapp.losses.losses import is_built_in
@@ -31,7 +31,7 @@ from trainapp.trials.probe import Sums, TaskProbe
 from trainapp.trials.samples import UNEVEN
 from trainapp.units import listed
 
-SHUFFLED = topic_of("randperm.generator_out")  # a permutation of the batch: it mixes samples
+SHUFFLED = TopicKind.DRAWS.topic("randperm.generator_out")  # a permutation of the batch: it mixes samples
 REPEATS = 8  # computations with other rounding; of two numbers that are close, the larger one changes in some of them
 REORDERED = ("ba", "aa", "bb")  # batches of the same samples, which measure rounding
 REPRODUCIBLE = 1e-5  # the most by which two calls with equal numbers may differ, relative: atomic additions in fp32

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainapp.data.batch import tensors_in
 from trainapp.draws.layout import DrawLayout, RandomDraw, interleaved_layouts, layouts_by_shape
 from trainapp.draws.random_operations import belong_to_samples
-from trainapp.draws.record import NUMBER_OF_DRAWS, DrawRecord, topic_of
+from trainapp.draws.record import NUMBER_OF_DRAWS, DrawRecord, TopicKind
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
 from trainapp.losses import contrastive
@@ -147,7 +147,7 @@ def _read_shapes(probe: TaskProbe, mode: Mode, draw_record: DrawRecord) -> tuple
             other_draws.append("Python's or NumPy's of the micro-batch")
     for topic, text in noted.depends.items():
         # A generator of the user's, fused kernels. Whose the draws of other topics are was not known to this record.
-        if not topic.startswith(topic_of("")):
+        if not TopicKind.DRAWS.includes(topic):
             other_draws.append(text)
 
     # The dimension of the samples is the one that grows with their number.
@@ -237,4 +237,4 @@ def _deviation(probe: TaskProbe, mode: Mode, layouts: Layouts) -> float:
 
 def _topic(mode: Mode) -> str:
     """Return the topic under which draws that cannot be assigned are noted."""
-    return f"draws of {mode.work}"
+    return TopicKind.DRAWS.topic(mode.work)

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import torch
 
-from trainapp.draws.record import PADDING, DrawRecord
+from trainapp.draws.record import DrawRecord, TopicKind
 from trainapp.errors import UserError, summary_of
 from trainapp.losses.losses import has_embeddings, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
@@ -222,6 +222,6 @@ def _merged_text(outcomes: Sequence[Outcome], mode: Mode, draw_record: DrawRecor
         if outcome.refusal is not None:
             raise UserError(outcome.refusal)
         if outcome.dependence:
-            draw_record.note(f"{PADDING}{mode.task.setting}", outcome.dependence)
+            draw_record.note(TopicKind.PADDING.topic(mode.task.setting), outcome.dependence)
     distinct_texts = dict.fromkeys(outcome.text for outcome in outcomes)
     return "; ".join(distinct_texts)
