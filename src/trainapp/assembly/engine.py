@@ -79,22 +79,15 @@ def assemble(
     built = build_model(config, resources, is_meta)
     model = built.model
     initial_weights = None
-    loads_weights = not resources.resumes  # otherwise those of the checkpoint replace them
-    if loads_weights and not is_meta:
-        initial_weights = load_initial_weights(config, model, ranks)
+    if not is_meta:
+        initial_weights = load_initial_weights(config, resources, model, ranks)
     parameter_names = updates.names_of(config, model)
     for config_of_optimizer in config.by_optimizer():
         require_suited(Situation(config_of_optimizer, model, targets.knows_loss))
 
     # Before it is compiled or sharded: what its forwards draw, and whether its loss is a sum.
-    draws_by_sample = belong_to_samples(config.train.draws, device)
-    if draws_by_sample:
-        for device_type in {"cpu", device.type}:
-            install(device_type)
-    draw_record = DrawRecord()
-    checks: dict[str, str] = {}
-    if config.activity.trains:
-        draw_record, checks = _try_task(config, resources, model, ranks)
+    draws_by_sample = _install_draws(config, device)
+    draw_record, checks = _try_task(config, resources, model, ranks)
 
     # Changes of the modules come before compilation, and compilation before sharding.
     if config.precision.mode in ("int8", "fp8"):
@@ -110,13 +103,11 @@ def assemble(
         ranks.disable_votes()
     if is_meta:
         _initialise_shards(config, strategy, ranks, device)
-        if loads_weights:
-            initial_weights = load_initial_weights(config, model, ranks)
+        initial_weights = load_initial_weights(config, resources, model, ranks)
 
     rows = config.memory.loss_chunk
-    state = _train_state(config, resources, built, parameter_names, callbacks)
     engine = _kind_of_engine(config, targets)(
-        state,
+        _train_state(config, resources, built, parameter_names, callbacks),
         strategy,
         losses.in_chunks(targets.task, rows),
         {name: losses.in_chunks(task, rows) for name, task in targets.updates.items()},
@@ -128,13 +119,24 @@ def assemble(
     return Assembly(engine, built.filled, initial_weights, checks)
 
 
+def _install_draws(config: Config, device: torch.device) -> bool:
+    """Replace torch's random operations if draws belong to samples. Return whether they do."""
+    draws_by_sample = belong_to_samples(config.train.draws, device)
+    if draws_by_sample:
+        for device_type in {"cpu", device.type}:
+            install(device_type)
+    return draws_by_sample
+
+
 def _try_task(
     config: Config, resources: Resources, model: nn.Module, ranks: Ranks
 ) -> tuple[DrawRecord, dict[str, str]]:
-    """Try the task with the first samples, which must be before the model is compiled or sharded. Return what its
-    forwards draw; and what was tried, with the outcome in words. Raises UserError for a loss that is not a sum, or that
-    differs when computed in chunks. Collective.
+    """Try the task of a run that trains with the first samples, before the model is compiled or sharded. Return what
+    its forwards draw; and what was tried, with the outcome in words. Raises UserError for a loss that is not a sum, or
+    that differs when computed in chunks. Collective.
     """
+    if not config.activity.trains:
+        return DrawRecord(), {}
     targets = resources.targets
     device = resources.device
     seed = config.train.seed

@@ -185,12 +185,12 @@ def _freeze(model: nn.Module, settings: Model) -> None:
         module.eval()
 
 
-def load_initial_weights(config: Config, model: nn.Module, ranks: Ranks) -> InitialWeights | None:
-    """Load `model.init_from` into the model, whole or in shards. Return what was loaded; None if it is not set. Raises
-    UserError for weights that do not fit.
+def load_initial_weights(config: Config, resources: Resources, model: nn.Module, ranks: Ranks) -> InitialWeights | None:
+    """Load `model.init_from` into the model, whole or in shards. Return what was loaded; None if it is not set, or if a
+    checkpoint of the run will be restored. Raises UserError for weights that do not fit.
     """
     source = config.model.init_from
-    if source is None:
+    if source is None or resources.resumes:
         return None
     strict = config.model.init_strict
     adapters_base = base_of(model)
