@@ -32,7 +32,9 @@ from trainapp.trials.samples import UNEVEN
 from trainapp.units import listed
 
 SHUFFLED = TopicKind.DRAWS.topic("randperm.generator_out")  # a permutation of the batch: it mixes samples
-REPEATS = 8  # computations with other rounding; of two numbers that are close, the larger one changes in some of them
+# Computations with other rounding. Each decides by chance which of two equal numbers is the larger one, so that all of
+# them decide alike, and hide that an argmax may flip, once in 128 times.
+REPEATS = 8
 REORDERED = ("ba", "aa", "bb")  # batches of the same samples, which measure rounding
 REPRODUCIBLE = 1e-5  # the most by which two calls with equal numbers may differ, relative: atomic additions in fp32
 
