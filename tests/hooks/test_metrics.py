@@ -10,13 +10,13 @@ import runs
 import torch
 from helpers import evaluations, metrics, result
 
-from trainapp.assembly import hooks
 from trainapp.errors import UserError
 from trainapp.hooks.metric_state import TorchMetric
 from trainapp.hooks.metrics import StatefulMetrics, as_scalars
 from trainapp.memory.live_tensors import Category
-from trainapp.training import loop
+from trainapp.training import callback_calls, loop
 from trainapp.training.evaluation.evaluate import evaluate
+from trainapp.trials import metrics_trial
 
 MLP = (*runs.MODELS["mlp"], "user_packages=[own_hooks]", "train.max_steps=2", "every.eval=2")
 F1 = "+metrics.f1={_target_: torchmetrics.F1Score, task: multiclass, average: macro}"
@@ -175,7 +175,7 @@ def test_nothing_of_the_samples_stays_after_an_evaluation(tmp_path, monkeypatch)
     run = runs.prepare(tmp_path, *MLP, own("Keeps"), "batch.eval_micro_size=50")
     before, seen = sum(t.nbytes for t in run.metrics.tensors()), []
     monkeypatch.setattr(
-        evaluate.events, "call", lambda run, *_: seen.append(sum(t.nbytes for t in run.metrics.tensors()))
+        callback_calls, "call", lambda run, *_: seen.append(sum(t.nbytes for t in run.metrics.tensors()))
     )
     evaluate(run)
     run.close()
@@ -222,7 +222,7 @@ def test_a_mistake_in_arguments_shows_before_training(tmp_path, monkeypatch):
     note = "in metrics.mine: update of a OfThree with what the task returns for it"
     assert notes("tried") == note
     assert not (tmp_path / "tried/metrics.jsonl").exists()
-    monkeypatch.setattr(hooks, "_try_on_examples", lambda run: set())
+    monkeypatch.setattr(metrics_trial, "_try_on_examples", lambda run: set())
     assert notes("late") == note
     assert len(metrics(tmp_path / "late")) == 2
     with pytest.raises(KeyError, match="no such threshold") as failed:

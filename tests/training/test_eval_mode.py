@@ -10,12 +10,12 @@ import runs
 import torch
 from torch import nn
 
-from trainapp.assembly import probe
 from trainapp.config import compose
 from trainapp.errors import UserError
 from trainapp.run import runner
 from trainapp.state.snapshot import Snapshot
 from trainapp.training import loop
+from trainapp.trials import probe
 
 
 @pytest.mark.slow

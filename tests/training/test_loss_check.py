@@ -15,11 +15,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainapp.assembly import checks, comparison
-from trainapp.assembly.modes import Mode
-from trainapp.assembly.precisions import ProbeFactory, first_working_result, probe_in_fp64
-from trainapp.assembly.probe import Observer, RandomRounding, Sums, TaskProbe
-from trainapp.assembly.samples import Samples, first_samples
 from trainapp.data.joining import batch_dims, join_parts
 from trainapp.data.sets.digits import Digits
 from trainapp.draws.record import DrawRecord
@@ -27,6 +22,14 @@ from trainapp.errors import UserError
 from trainapp.losses import losses
 from trainapp.optim.emulated_kernels import install_for
 from trainapp.training.evaluation.loop import EVALUATION
+from trainapp.trials.comparison import Comparison, CutResults, Defect, DefectKind
+from trainapp.trials.cuts import compare_cuts
+from trainapp.trials.messages import Refused
+from trainapp.trials.modes import Mode
+from trainapp.trials.operations import Observer, RandomRounding
+from trainapp.trials.precisions import ProbeFactory, first_working_result, probe_in_fp64
+from trainapp.trials.probe import ProbeInputs, Sums, TaskProbe
+from trainapp.trials.samples import first_samples
 
 PACKAGES = "user_packages=[own_tasks,own_streams,test_loss_check]"
 UNCHECKED, PER_SAMPLE = "train.check_loss=false", "train.draws=per_sample"
@@ -285,11 +288,10 @@ def test_a_resumed_run_does_not_read_a_stream_from_its_beginning(tmp_path):
 
 
 def test_a_mean_over_many_is_told_however_small():
-    losses = {"ab": (0.08, 2e5), "a": (0.0799, 1e5), "b": (0.0801, 1e5)}
-    results = {name: Sums(*sums, {}, False) for name, sums in losses.items()}
-    for same in (True, False):
-        compared = comparison.Comparison(Samples(4, {}, same), results)
-        assert "is a mean" in compared.problem("task=mine", training=False)
+    losses = [(0.08, 2e5), (0.0799, 1e5), (0.0801, 1e5)]
+    results = CutResults(*(Sums(*sums, {}, False) for sums in losses))
+    for is_joined in (True, False):
+        assert Comparison(4, results, is_joined).defect() == Defect(DefectKind.MEAN)
 
 
 def test_halves_are_known_by_their_values():
@@ -342,7 +344,7 @@ def test_the_task_is_called_at_all(tmp_path, monkeypatch):
 
 
 def test_trainapps_own_parts_are_known(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainapp.assembly.checks.compare_batches", lambda *_: pytest.fail("compared"))
+    monkeypatch.setattr("trainapp.trials.loss_check.compare_cuts", lambda *_: pytest.fail("compared"))
     for model in runs.MODELS.values():
         runs.prepare(tmp_path, *model).close()
 
@@ -358,16 +360,17 @@ def mode_of(task):
 
 def found(task, model, ways=("double", "fp32"), samples=FOUR):
     """What the check finds, trying these ways one after another."""
-    arguments = (losses.CheckedTask(task, "mine"), model, samples, torch.device("cpu"), 0)
+    inputs = ProbeInputs(losses.CheckedTask(task, "mine"), model, samples, torch.device("cpu"), 0)
     half = {"call_context": functools.partial(torch.autocast, "cpu", torch.bfloat16)}
     install_for(torch.device("cpu"), torch.bfloat16)  # as a run in bf16 does
     known = {
-        "double": functools.partial(probe_in_fp64, *arguments, noise=0.0),
-        "fp32": functools.partial(TaskProbe, *arguments),
-        "bf16": functools.partial(TaskProbe, *arguments, **half),
+        "double": functools.partial(probe_in_fp64, inputs, noise=0.0),
+        "fp32": functools.partial(TaskProbe, inputs),
+        "bf16": functools.partial(TaskProbe, inputs, **half),
     }
-    check = functools.partial(checks.compare_batches, mode=mode_of(task), draw_record=DrawRecord())
-    return first_working_result([ProbeFactory(way, known[way]) for way in ways], check).value.problem
+    check = functools.partial(compare_cuts, mode=mode_of(task), draw_record=DrawRecord())
+    finding = first_working_result([ProbeFactory(way, known[way]) for way in ways], check).value.loss
+    return finding.message if isinstance(finding, Refused) else None
 
 
 def entropy_of_mean(logits, *_):
@@ -409,7 +412,7 @@ def test_a_small_term_of_the_whole_batch_is_refused(term):
     assert "the loss is not a sum over samples" in found(task, model)
     assert found(functools.partial(task, weight=0), model) is None
     # A tolerance of 0.1% of the loss lets it pass.
-    trial = TaskProbe(losses.CheckedTask(task, "mine"), model, FOUR, torch.device("cpu"), 0)
+    trial = TaskProbe(ProbeInputs(losses.CheckedTask(task, "mine"), model, FOUR, torch.device("cpu"), 0))
     whole, a, b = (trial(name).loss for name in ("ab", "a", "b"))
     assert abs(whole - a - b) < 1e-3 * whole
 

@@ -21,9 +21,11 @@ from trainapp.signals import StopRequest
 from trainapp.tracking.loggers import Start
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import SilentTracker, Tracker
+from trainapp.tracking.utilisation import Utilisation, peak_flops
 from trainapp.training import exactness
 from trainapp.training.engine import Engine
 from trainapp.training.limits import Limits
+from trainapp.training.phase import Phase
 from trainapp.training.session import Objective, Session
 
 log = logging.getLogger(__name__)
@@ -57,7 +59,8 @@ def session_of(config: Config, resources: Resources, stop: StopRequest, ranks: R
     batches = resources.batches
     set_names = list(targets.eval_data)
     callbacks = hooks.callbacks_of(config, targets.hooks, targets.task, set_names)
-    engine = assemble(config, resources, ranks, callbacks)
+    assembly = assemble(config, resources, ranks, callbacks)
+    engine = assembly.engine
     state = engine.state
 
     # The average begins at the weights that training starts from. A resume restores both later.
@@ -93,9 +96,9 @@ def session_of(config: Config, resources: Resources, stop: StopRequest, ranks: R
         objective=Objective.of(config, targets.task, set_names),
         metrics=metrics,
         callbacks=Callbacks(callbacks),
-        filled=resources.filled,
-        checks=resources.checks,
-        initial_weights=resources.initial_weights,
+        filled=assembly.filled,
+        checks=assembly.checks,
+        initial_weights=assembly.initial_weights,
     )
     if config.train.check_exactness:
         session.exactness_checks_left = (state.first_steps + exactness.STEPS - 1) * len(state.updates)
@@ -115,8 +118,18 @@ def _meter(config: Config, resources: Resources, engine: Engine, metrics: Statef
         engine.strategy.communication_buffers,
         metrics.tensors,
         counts_tokens=losses.attribute(last_task, "counts") == "tokens",
-        utilisation=hooks.utilisation_of(config, engine),
+        utilisation=_utilisation(config, engine),
     )
+
+
+def _utilisation(config: Config, engine: Engine) -> Utilisation | None:
+    """Return the counter of the model's FLOPs, if the device's peak is known and no compiler hides operations."""
+    peak = peak_flops(engine.state.device, config.precision.mode, config.train.peak_flops)
+    if peak is None or config.train.compile:
+        return None
+    total_peak = peak * engine.ranks.world_size
+    recomputes = config.activation_checkpointing.mode != "none"
+    return Utilisation(total_peak, lambda: engine.phase is Phase.BACKWARD, recomputes)
 
 
 def start_tracking(session: Session) -> None:

@@ -5,14 +5,13 @@ Used for training on real tensors and for plans on fake ones.
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from trainapp.assembly import checks, learned_draws, updates
-from trainapp.assembly.model import build_model, load_initial_weights
-from trainapp.assembly.modes import reason_without_values
+from trainapp.assembly import updates
+from trainapp.assembly.model import BuiltModel, build_model, load_initial_weights
 from trainapp.assembly.resolved_targets import ResolvedTargets
 from trainapp.assembly.resources import Resources
 from trainapp.checkpoint.train_state import TrainState
@@ -38,11 +37,29 @@ from trainapp.torch_private import draw_as_uncompiled
 from trainapp.training.cached_gradients import CachedGradients
 from trainapp.training.engine import Engine
 from trainapp.training.in_backward import InBackward
+from trainapp.training.session import InitialWeights
+from trainapp.trials import learned_draws, loss_check
+from trainapp.trials.modes import has_all_values, modes_of
+from trainapp.trials.obstacles import Obstacle, Reason
+from trainapp.trials.samples import FirstSamples
+from trainapp.trials.setup import TrialSetup
 
 log = logging.getLogger(__name__)
 
 
-def assemble(config: Config, resources: Resources, ranks: Ranks, callbacks: Mapping[str, Any] | None = None) -> Engine:
+class Assembly(NamedTuple):
+    """An engine, and what its assembly has found."""
+
+    engine: Engine
+    filled: dict[str, Any]  # see `BuiltModel`
+    initial_weights: InitialWeights | None  # what was loaded from `model.init_from`
+    # What was tried before the first step, with the outcome in words that continue the name: see `run.recipe`.
+    checks: dict[str, str]
+
+
+def assemble(
+    config: Config, resources: Resources, ranks: Ranks, callbacks: Mapping[str, Any] | None = None
+) -> Assembly:
     """Return an engine: the model on its device, spread over the ranks, with its optimizers and losses.
 
     In this order: construction, shapes of lazy modules, frozen parameters, initial weights, a check of the loss, 8-bit
@@ -59,21 +76,18 @@ def assemble(config: Config, resources: Resources, ranks: Ranks, callbacks: Mapp
     device = resources.device
     is_meta = resources.initial_device is None and ranks.world_size > 1 and config.parallel.fsdp.meta_init
 
-    model = build_model(config, resources, is_meta)
+    built = build_model(config, resources, is_meta)
+    model = built.model
+    initial_weights = None
     if not is_meta:
-        load_initial_weights(config, resources, model, ranks)
+        initial_weights = load_initial_weights(config, resources, model, ranks)
     parameter_names = updates.names_of(config, model)
     for config_of_optimizer in config.by_optimizer():
         require_suited(Situation(config_of_optimizer, model, targets.knows_loss))
 
     # Before it is compiled or sharded: what its forwards draw, and whether its loss is a sum.
-    draws_by_sample = belong_to_samples(config.train.draws, device)
-    if draws_by_sample:
-        for device_type in {"cpu", device.type}:
-            install(device_type)
-    draw_record = DrawRecord()
-    if config.activity.trains:
-        draw_record = _try_task(config, resources, model, ranks)
+    draws_by_sample = _install_draws(config, device)
+    draw_record, checks = _try_task(config, resources, model, ranks)
 
     # Changes of the modules come before compilation, and compilation before sharding.
     if config.precision.mode in ("int8", "fp8"):
@@ -89,11 +103,11 @@ def assemble(config: Config, resources: Resources, ranks: Ranks, callbacks: Mapp
         ranks.disable_votes()
     if is_meta:
         _initialise_shards(config, strategy, ranks, device)
-        load_initial_weights(config, resources, model, ranks)
+        initial_weights = load_initial_weights(config, resources, model, ranks)
 
     rows = config.memory.loss_chunk
-    return _kind_of_engine(config, targets)(
-        _train_state(config, resources, model, parameter_names, callbacks),
+    engine = _kind_of_engine(config, targets)(
+        _train_state(config, resources, built, parameter_names, callbacks),
         strategy,
         losses.in_chunks(targets.task, rows),
         {name: losses.in_chunks(task, rows) for name, task in targets.updates.items()},
@@ -102,36 +116,62 @@ def assemble(config: Config, resources: Resources, ranks: Ranks, callbacks: Mapp
         stateful_metrics=frozenset(targets.hooks["metrics"]),
         draw_record=draw_record,
     )
+    return Assembly(engine, built.filled, initial_weights, checks)
 
 
-def _try_task(config: Config, resources: Resources, model: nn.Module, ranks: Ranks) -> DrawRecord:
-    """Try the task with the first samples, which must be before the model is compiled or sharded. Return what its
-    forwards draw. Raises UserError for a loss that is not a sum, or that differs when computed in chunks.
-    Collective.
+def _install_draws(config: Config, device: torch.device) -> bool:
+    """Replace torch's random operations if draws belong to samples. Return whether they do."""
+    draws_by_sample = belong_to_samples(config.train.draws, device)
+    if draws_by_sample:
+        for device_type in {"cpu", device.type}:
+            install(device_type)
+    return draws_by_sample
+
+
+def _try_task(
+    config: Config, resources: Resources, model: nn.Module, ranks: Ranks
+) -> tuple[DrawRecord, dict[str, str]]:
+    """Try the task of a run that trains with the first samples, before the model is compiled or sharded. Return what
+    its forwards draw; and what was tried, with the outcome in words. Raises UserError for a loss that is not a sum, or
+    that differs when computed in chunks. Collective.
     """
-    draw_record = learned_draws.learn_draws(config, resources, model, ranks)
-    checks.require_sum(config, resources, model, ranks, draw_record)
-    if config.memory.loss_chunk is not None and resources.targets.knows_loss:
-        _require_same_forward(config, model, resources)
-    return draw_record
+    if not config.activity.trains:
+        return DrawRecord(), {}
+    targets = resources.targets
+    device = resources.device
+    seed = config.train.seed
+    batches = resources.batches
+    setup = TrialSetup(
+        settings=config.train,
+        model=model,
+        modes=modes_of(targets.task, targets.updates),
+        samples=FirstSamples(batches.source, targets.train_data, batches.split, seed, device),
+        device=device,
+        autocast=resources.numerics.autocast,
+        metric_names=frozenset(targets.hooks["metrics"]),
+        resumes=resources.resumes,
+    )
+    draw_record, outcomes = learned_draws.learn_draws(setup, ranks)
+    outcomes |= loss_check.require_sum(setup, ranks, draw_record)
+    if config.memory.loss_chunk is not None and targets.knows_loss:
+        outcomes["loss in chunks"] = _require_same_forward(config, model, resources)
+    return draw_record, outcomes
 
 
-def _require_same_forward(config: Config, model: nn.Module, resources: Resources) -> None:
-    """Raise UserError unless the loss in chunks agrees with the model's forward on two samples."""
-    name = "loss in chunks"
+def _require_same_forward(config: Config, model: nn.Module, resources: Resources) -> str:
+    """Return in words that the loss in chunks agrees with the model's forward on two samples, or why they were not
+    compared. Raises UserError if it does not agree.
+    """
     if not config.train.check_loss:
-        resources.note_check(name, "not compared: train.check_loss=false")
-        return
-    reason = reason_without_values(model)
-    if reason:
-        resources.note_check(name, f"not compared: {reason}")
-        return
+        return f"not compared: {Obstacle(Reason.SWITCHED_OFF)}"
+    if not has_all_values(model):
+        return f"not compared: {Obstacle(Reason.NO_VALUES)}"
     with preserved_rng(resources.device), resources.numerics.autocast:
         batch = map_tensors(lambda tensor: tensor.to(resources.device), resources.batches.example(2))
         inputs, _ = inputs_and_targets(batch)
         other_arguments = beside_inputs(model, batch)
         chunked_loss.require_same_forward(model, inputs, config.memory.loss_chunk, other_arguments)
-    resources.note_check(name, "is computed from the same logits as in the model's forward, for two samples")
+    return "is computed from the same logits as in the model's forward, for two samples"
 
 
 def _quantize_matmuls(model: nn.Module, kind: matmuls.Kind) -> None:
@@ -207,7 +247,7 @@ def _initialise_shards(config: Config, strategy: Strategy, ranks: Ranks, device:
 def _train_state(
     config: Config,
     resources: Resources,
-    model: nn.Module,
+    built: BuiltModel,
     parameter_names: updates.Names,
     callbacks: Mapping[str, Any] | None,
 ) -> TrainState:
@@ -215,6 +255,7 @@ def _train_state(
     device.
     """
     device = resources.device
+    model = built.model
     state = TrainState(
         model=model,
         updates=updates.build(config, model, parameter_names, resources.numerics, device),
@@ -222,7 +263,7 @@ def _train_state(
         device=device,
         seed=config.train.seed,
         keeps_gradients=not config.optimizer.in_backward,
-        filled=resources.filled,
+        filled=built.filled,
         stateful=Stateful(model=model, **resources.owners, callbacks=callbacks or None),
     )
     for module in state.stateful.modules.values():

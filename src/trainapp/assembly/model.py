@@ -3,12 +3,11 @@
 import contextlib
 import inspect
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from trainapp.assembly.probe import lacks_gradients, recorded_gradients
 from trainapp.assembly.resolved_targets import ResolvedTargets
 from trainapp.assembly.resources import Resources
 from trainapp.checkpoint.checkpointer import weights_in
@@ -27,12 +26,20 @@ from trainapp.optim.groups import match_names
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.state.contents import Contents
 from trainapp.training.session import InitialWeights
+from trainapp.trials.probe import lacks_gradients, recorded_gradients
 
 CONTEXT = "context_length"  # the size of a model and of the data that is a length of sequences
 log = logging.getLogger(__name__)
 
 
-def build_model(config: Config, resources: Resources, is_meta: bool = False) -> nn.Module:
+class BuiltModel(NamedTuple):
+    """A model, with what its class took from the data."""
+
+    model: nn.Module
+    filled: dict[str, Any]  # settings filled in from the data's `spec`, by their names, such as `model.num_classes`
+
+
+def build_model(config: Config, resources: Resources, is_meta: bool = False) -> BuiltModel:
     """Return the model in training mode on its device: constructed, its lazy modules given their shapes, its parameters
     frozen and cast as the configuration says. Nothing calls `train()` later.
 
@@ -47,7 +54,7 @@ def build_model(config: Config, resources: Resources, is_meta: bool = False) -> 
     initial_device = "meta" if is_meta else resources.initial_device
     device_context = torch.device(initial_device) if initial_device else contextlib.nullcontext()
     with device_context:
-        model = _construct_model(config, resources)
+        model, filled = _construct_model(config, resources)
     if not is_meta and not _is_on(device, model):
         model.to(device)
     model.train()
@@ -62,7 +69,7 @@ def build_model(config: Config, resources: Resources, is_meta: bool = False) -> 
     resources.numerics.cast_parameters(model)
     for dtype in {parameter.dtype for parameter in model.parameters()}:  # a model may be in 16 bits by itself
         emulated_kernels.install_for(device, dtype)
-    return model
+    return BuiltModel(model, filled)
 
 
 def _is_on(device: torch.device, model: nn.Module) -> bool:
@@ -70,10 +77,10 @@ def _is_on(device: torch.device, model: nn.Module) -> bool:
     return all(tensor.device.type == device.type for tensor in tensors)
 
 
-def _construct_model(config: Config, resources: Resources) -> nn.Module:
+def _construct_model(config: Config, resources: Resources) -> BuiltModel:
     """Return the model as constructed by its class. Raises UserError for a model that cannot read the data."""
     targets = resources.targets
-    spec = Spec(targets.spec, filled=resources.filled)
+    spec = Spec(targets.spec)
     _require_arguments(config, targets, spec)
     model: Any = construct(targets.model, config.model.arguments, "model", config.user_packages, spec=spec)
     _require_training_switch(model)
@@ -81,7 +88,7 @@ def _construct_model(config: Config, resources: Resources) -> nn.Module:
     without_cache(model)
     if spec.values.get("packed") and is_of_transformers(model):
         require_documents_apart(model)
-    return model
+    return BuiltModel(model, spec.filled)
 
 
 def _require_arguments(config: Config, targets: ResolvedTargets, spec: Spec) -> None:
@@ -178,13 +185,13 @@ def _freeze(model: nn.Module, settings: Model) -> None:
         module.eval()
 
 
-def load_initial_weights(config: Config, resources: Resources, model: nn.Module, ranks: Ranks) -> None:
-    """Load `model.init_from` into the model, whole or in shards, unless a checkpoint of the run will be restored. Sets
-    `resources.initial_weights`. Raises UserError for weights that do not fit.
+def load_initial_weights(config: Config, resources: Resources, model: nn.Module, ranks: Ranks) -> InitialWeights | None:
+    """Load `model.init_from` into the model, whole or in shards. Return what was loaded; None if it is not set, or if a
+    checkpoint of the run will be restored. Raises UserError for weights that do not fit.
     """
     source = config.model.init_from
     if source is None or resources.resumes:
-        return
+        return None
     strict = config.model.init_strict
     adapters_base = base_of(model)
     names = {name for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
@@ -199,12 +206,11 @@ def load_initial_weights(config: Config, resources: Resources, model: nn.Module,
     elif adapters_base is None:
         fresh_names = load_weights(model, source, strict)
     else:  # a file has been loaded into the base already
-        resources.initial_weights = InitialWeights(source, None, len(adapters_base.names), [])
-        return
+        return InitialWeights(source, None, len(adapters_base.names), [])
     # Old files lack BatchNorm's counter, which matters only to `momentum=None`.
     counted_names = [name for name in names if not name.endswith("num_batches_tracked")]
     loaded = len(counted_names) - len(fresh_names)
-    resources.initial_weights = InitialWeights(source, loaded, len(counted_names), fresh_names)
+    return InitialWeights(source, loaded, len(counted_names), fresh_names)
 
 
 # --- sizes that the user has set, beside those of the data

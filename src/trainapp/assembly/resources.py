@@ -2,29 +2,26 @@
 
 import logging
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from trainapp.assembly.resolved_targets import ResolvedTargets, choose_device, resolve_targets, set_global_switches
-from trainapp.assembly.samples import COMPARED_SAMPLES, SEARCHED_SAMPLES, Samples, first_samples, with_cut
 from trainapp.config.schema import Config
 from trainapp.data.eval_batches import EvalBatches
-from trainapp.data.loader import Fetcher
 from trainapp.data.stream_reader import is_stream
 from trainapp.data.train_batches import TrainBatches
 from trainapp.data.workers import worker_count
-from trainapp.errors import UserError, summary_of
+from trainapp.errors import UserError
 from trainapp.losses.losses import attribute
 from trainapp.memory.build import build_memory
 from trainapp.memory.device import DeviceMemory
 from trainapp.optim import precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import seed_everything
-from trainapp.state.snapshot import Snapshot
 from trainapp.state.stateful import Stateful
-from trainapp.training.session import EvalSets, InitialWeights
+from trainapp.training.session import EvalSets
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +40,6 @@ class Resources:
     # device, then shard by shard).
     initial_device: str | None = None
     resumes: bool = False  # whether the caller restores a checkpoint
-    samples: Samples | None = None  # see `first_samples`
-    samples_error: str = ""  # why there are none
-    # Settings that were filled in from the data's `spec`, by their names, such as `model.num_classes`.
-    filled: dict[str, Any] = field(default_factory=dict)
-    initial_weights: InitialWeights | None = None  # what was loaded from `model.init_from`
-    # What was checked before the first step, with the outcome in words; or why it was not.
-    checks: dict[str, str] = field(default_factory=dict)
 
     @property
     def owners(self) -> dict[str, Any]:
@@ -64,37 +54,6 @@ class Resources:
                 eval_data[name] = eval_set.dataset
         data = _data_by_owner_name(self.batches.source.state_owner, eval_data)
         return {**tasks, **data}
-
-    def first_samples(self, seed: int) -> Samples | None:
-        """Return the first samples of training, to compare; None if there are too few, or if they cannot be fetched,
-        which the first step reports: see `samples_error`. Raises errors of reading a stream, which come only once.
-        """
-        # Other lengths are looked for only where a batch is more than its stacked samples.
-        only_stacks = Fetcher(self.targets.train_data, seed).only_stacks
-        number = COMPARED_SAMPLES if only_stacks else SEARCHED_SAMPLES
-        data, indices = self.batches.source.first(number)
-        has_fetched = self.samples is not None or self.samples_error
-        if has_fetched:
-            return self.samples
-
-        # Fetch them without a trace: the data may have state.
-        stateful = Stateful(data=data)
-        for module in stateful.modules.values():
-            module.to(self.device)
-        try:
-            with Snapshot.of(stateful).undone():
-                self.samples = first_samples(data, indices[:COMPARED_SAMPLES], seed)
-                if self.samples is not None:
-                    self.samples = with_cut(self.samples, data, indices, seed, self.batches.split)
-            if self.samples is None:
-                self.samples_error = "fewer than two samples"
-        except Exception as error:
-            self.samples_error = f"the first samples cannot be fetched: {summary_of(error)}"
-        return self.samples
-
-    def note_check(self, name: str, outcome: str) -> None:
-        """Record what was checked before the first step, in words that continue the name: see `run.recipe`."""
-        self.checks[name] = outcome
 
     def close(self) -> None:
         """End the reader processes."""

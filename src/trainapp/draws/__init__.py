@@ -9,7 +9,7 @@ the sample), so neither the other samples nor padding behind it matter. A draw i
 2. `sample_draws`: the number of the draw is the seed of torch's generator, which each draw advances by one. So what
    saves and restores the generator, such as activation checkpointing, repeats the draws, too.
 3. `layout` and `record`: which dimension of the tensor has the samples, as learnt from two forwards before the first
-   step (`assembly.learned_draws`). A draw without such a dimension is the same for all samples.
+   step (`trials.learned_draws`). A draw without such a dimension is the same for all samples.
 4. `filling` and `counter_based`: the tensor is filled with hashes (`splitmix64`), made into the distribution's numbers.
    For rare distributions torch's own kernel draws one sample after the other, from a generator seeded for each.
 """

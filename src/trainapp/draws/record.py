@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -11,12 +12,21 @@ from trainapp.draws.layout import DrawLayout, RandomDraw
 from trainapp.torch_private import outside_dispatch_modes
 
 NUMBER_OF_DRAWS = "number of draws"  # the topic of a forward that draws a varying number of times
-PADDING = "padding of "  # begins the topics under which a record notes tasks whose results depend on the padding
 
 
-def topic_of(kernel: str) -> str:
-    """Return the topic under which a draw with unknown samples is noted."""
-    return f"draws of {kernel}"
+class TopicKind(Enum):
+    """A kind of the topics in `DrawRecord.depends`. A topic is a key in checkpoints: the kind's value, then a name."""
+
+    DRAWS = "draws of "  # draws with unknown samples, of an operation or of all in a work
+    PADDING = "padding of "  # a task whose results depend on the padding
+
+    def topic(self, name: str) -> str:
+        """Return the topic of this kind with the name."""
+        return f"{self.value}{name}"
+
+    def includes(self, topic: str) -> bool:
+        """Return whether the topic is of this kind."""
+        return topic.startswith(self.value)
 
 
 @dataclass

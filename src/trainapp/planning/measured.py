@@ -154,7 +154,7 @@ class MeasuredEstimator:
             if most is not None and resources.device.type == "cpu":
                 resources.memory = Recorder(resources.device, most)
             with contextlib.closing(resources):
-                engine = assemble(planned, resources, ranks)
+                engine = assemble(planned, resources, ranks).engine
                 yield Work(planned, engine, resources, size)
 
 

@@ -115,7 +115,7 @@ class TracedEstimator:
             # The engine, as for training.
             model_class = _model_without_data(resources, fake, host)
             resources.targets = dataclasses.replace(self.targets, model=model_class)
-            engine = assemble(planned, resources, ranks)
+            engine = assemble(planned, resources, ranks).engine
             modes.enter_context(document_borders(bool(self.targets.spec.get("packed"))))
             engine.is_first = False  # the first step's additional checks read values
             self._is_of_transformers = any(map(is_of_transformers, engine.state.model.modules()))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainapp.assembly import build, hooks
+from trainapp.assembly import build
 from trainapp.config.claimed_settings import log_claims, with_claimed_settings
 from trainapp.config.schema import Config
 from trainapp.memory.device import DeviceMemory
@@ -19,6 +19,7 @@ from trainapp.run.result import forget_stop
 from trainapp.signals import AtWork, StopRequest
 from trainapp.sizes.record import take_restart
 from trainapp.training.session import Session
+from trainapp.trials.metrics_trial import try_metrics
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def prepare(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Session:
         session.recovery.task_states = _copied_task_states(session)
     elif checkpoint is None:
         _restore_tasks(session)
-    hooks.try_metrics(session)
+    try_metrics(session)
     build.start_tracking(session)
     if trains and ranks.is_rank_zero:
         forget_stop(Path(config.run_dir))

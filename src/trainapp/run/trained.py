@@ -107,13 +107,13 @@ def _trained(config: Config, path: Path) -> Trained:
 
     with contextlib.closing(open_resources(config, SingleRank())) as resources:
         data = resources.targets.train_data
-        built = build_model(config, resources)
+        model, filled = build_model(config, resources)
 
     # The weights, which must have been trained on data that is numbered alike.
-    values = checkpointer.restore_model(built, path, resources.filled)
+    values = checkpointer.restore_model(model, path, filled)
     with checkpointer.misfits_named(path):
         require_same_data(labels_of(data), getattr(data, "vocabulary", ""), values)
-    return Trained(built.eval(), data, values)
+    return Trained(model.eval(), data, values)
 
 
 def export(config: Config) -> list[Path]:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
-from trainapp.draws.record import PADDING
+from trainapp.draws.record import TopicKind
 from trainapp.errors import TrainingStopped
 from trainapp.losses.losses import has_embeddings
 from trainapp.models.inspect import batchnorms, instead_of_batchnorm, per_sample_buffers
@@ -19,7 +19,7 @@ from trainapp.units import listed
 def warn_of_padding(session: Session) -> None:
     """Warn before the first step of results that depend on the padding, as the check of the loss has found."""
     for topic, text in session.engine.draw_record.depends.items():
-        if topic.startswith(PADDING):
+        if TopicKind.PADDING.includes(topic):
             session.tracker.warn_once(text, topic=topic)
 
 

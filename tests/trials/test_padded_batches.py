@@ -12,16 +12,17 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
-from trainapp.assembly import checks
-from trainapp.assembly.modes import Mode
-from trainapp.assembly.precisions import probe_in_fp64
-from trainapp.assembly.probe import TaskProbe
-from trainapp.assembly.samples import SEARCHED_SAMPLES, Cut, first_samples, with_cut
 from trainapp.data.joining import is_padded
 from trainapp.draws.record import DrawRecord
 from trainapp.losses.losses import CheckedTask
 from trainapp.optim.emulated_kernels import install_for
 from trainapp.training.evaluation.loop import EVALUATION
+from trainapp.trials.cuts import compare_cuts
+from trainapp.trials.messages import DependsOnCut, Refused
+from trainapp.trials.modes import Mode
+from trainapp.trials.precisions import probe_in_fp64
+from trainapp.trials.probe import ProbeInputs, TaskProbe
+from trainapp.trials.samples import SEARCHED_SAMPLES, Cut, first_samples, with_cut
 
 HERE = "user_packages=[test_padded_batches]"
 TASK = "task=test_padded_batches."
@@ -150,18 +151,18 @@ def samples_of(data, split=None):
     return with_cut(first_samples(data, indices[:4], 0), data, indices, 0, split)
 
 
-def outcome_for(task, model, samples, way="fp64"):
+def finding_for(task, model, samples, way="fp64"):
     """What the check finds about the padding."""
-    arguments = (CheckedTask(task, "task=mine"), model, samples, torch.device("cpu"), 0)
+    inputs = ProbeInputs(CheckedTask(task, "task=mine"), model, samples, torch.device("cpu"), 0)
     install_for(torch.device("cpu"), torch.bfloat16)  # as a run in bf16 does
     if way == "fp64":
-        trial = probe_in_fp64(*arguments, noise=0.0)
+        trial = probe_in_fp64(inputs, noise=0.0)
     elif way == "fp32":
-        trial = TaskProbe(*arguments)
+        trial = TaskProbe(inputs)
     else:
-        trial = TaskProbe(*arguments, call_context=functools.partial(torch.autocast, "cpu", torch.bfloat16))
-    outcome = checks.compare_batches(trial, Mode(arguments[0], EVALUATION, False), DrawRecord())
-    return outcome.cut if outcome.cut is not None else outcome
+        trial = TaskProbe(inputs, call_context=functools.partial(torch.autocast, "cpu", torch.bfloat16))
+    findings = compare_cuts(trial, Mode(inputs.task, EVALUATION, False), DrawRecord())
+    return findings.loss if findings.padding is None else findings.padding
 
 
 class Sounds(Sequences):
@@ -297,9 +298,8 @@ def test_honest_tasks_pass(name, way):
         torch.manual_seed(seed)
         samples = samples_of(data("train"))
         assert samples.cut.names
-        outcome = outcome_for(task, model(), samples, way)
-        assert outcome.text.startswith("adds up over 4 samples")
-        assert (outcome.problem, outcome.dependence) == (None, "")
+        finding = finding_for(task, model(), samples, way)
+        assert str(finding).startswith("adds up over 4 samples")
 
 
 @pytest.mark.parametrize("way", ["fp64", "fp32", "bf16"])
@@ -307,11 +307,11 @@ def test_honest_tasks_pass(name, way):
 def test_other_tasks_do_not(data, way):
     torch.manual_seed(0)
     samples, model = samples_of(data("train")), Encoder()
-    outcome = outcome_for(counting_padding, model, samples, way)
-    assert (outcome.problem is not None) == samples.cut.is_padded == (data is not Sorted)
-    assert "the count " in (outcome.problem or outcome.dependence)
+    finding = finding_for(counting_padding, model, samples, way)
+    assert isinstance(finding, Refused) == samples.cut.is_padded == (data is not Sorted)
+    assert "the count " in finding.message
     for task in (mean_of_tokens_times_samples, without_a_mask) if way != "bf16" else ():  # 2% may be its rounding
-        assert "the loss depends on " in outcome_for(task, model, samples, way).dependence
+        assert "the loss depends on " in finding_for(task, model, samples, way).message
 
 
 # --- what depends on it by design, and what could not be compared
@@ -422,17 +422,19 @@ class Lost(OneLength):
 
 
 def test_the_reason_is_told_where_nothing_could_be_compared():
-    assert samples_of(Masking("train")).cut.reason == "the data's `collate` draws random numbers"
-    assert samples_of(MaskingByItsOwn("train")).cut.reason == "a batch has other values when it is fetched again"
-    assert samples_of(OneLength("train")).cut.reason == "the first 16 samples have one shape"
-    assert samples_of(Lost("train")).cut.reason == "OSError: no such sample"
+    told = {kind: str(samples_of(kind("train")).cut.obstacle) for kind in (Masking, MaskingByItsOwn, OneLength, Lost)}
+    assert told == {
+        Masking: "the data's `collate` draws random numbers",
+        MaskingByItsOwn: "a batch has other values when it is fetched again",
+        OneLength: "the first 16 samples have one shape",
+        Lost: "OSError: no such sample",
+    }
 
 
 def test_an_error_for_long_samples_hides_nothing_of_the_others():
     model, samples = Encoder(), samples_of(Sequences("train", equal=6))
     model.positions = nn.Embedding(5, 16)
-    outcome = outcome_for(honest, model, samples)
-    assert outcome.text == "not compared: IndexError: index out of range in self"
+    assert str(finding_for(honest, model, samples)) == "IndexError: index out of range in self"
 
 
 @pytest.mark.parametrize("kind", ["Masking", "MaskingByItsOwn"])
@@ -440,14 +442,14 @@ def test_random_masks_are_no_padding(tmp_path, caplog, kind):
     warnings, depends, checks = trained(tmp_path, caplog, *settings(kind))
     assert (warnings, depends) == ([], [])
     reasons = [checks.get("padding", ""), checks["loss"]]
-    assert any(samples_of(globals()[kind]("train")).cut.reason in reason for reason in reasons)
+    assert any(str(samples_of(globals()[kind]("train")).cut.obstacle) in reason for reason in reasons)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_few_samples(size):
     samples = samples_of(Sequences("train", size))
     assert (samples.number, samples.cut.names, samples.cut.is_padded) == (2, ("ac", "a", "c"), True)
-    assert outcome_for(counting_padding, Encoder(), samples).problem is not None
+    assert isinstance(finding_for(counting_padding, Encoder(), samples), Refused)
 
 
 def without_padding(batch, start, end):
@@ -465,8 +467,8 @@ def test_a_batch_is_cut_as_the_data_says():
     """Where this changes nothing, the samples of a micro-batch are still collated by themselves."""
     samples = samples_of(Sequences("train"), without_padding)
     assert samples.cut == Cut(("ac", "A", "C"), is_padded=True)
-    assert outcome_for(counting_padding, Encoder(), samples).problem is not None
-    assert outcome_for(honest, Encoder(), samples).dependence == ""
+    assert isinstance(finding_for(counting_padding, Encoder(), samples), Refused)
+    assert not isinstance(finding_for(honest, Encoder(), samples), (Refused, DependsOnCut))
     assert samples_of(Sequences("train"), by_rows).cut == Cut(("ac", "a", "c"), is_padded=True)
 
 

@@ -1,4 +1,4 @@
-"""What was checked before the first step, and what could not be and why: see `Resources.checks`."""
+"""What was checked before the first step, and what could not be and why: see `Assembly.checks`."""
 
 import random
 
@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainapp.assembly import modes
 from trainapp.assembly.engine import assemble
 from trainapp.assembly.resources import open_resources
 from trainapp.parallel.ranks import SingleRank
 from trainapp.tasks import EmbeddingTask
+from trainapp.trials import modes
 
+TASK = "task=test_recorded_checks."
 HERE = "user_packages=[own_tasks,own_graphs,own_streams,test_recorded_checks]"
 NET = (*runs.own_model("own_tasks.Net"), HERE, "data=digits")
 IN_DOUBLE = "adds up over 4 samples, as does its count, in fp64, with noise too"
@@ -28,11 +29,11 @@ def checks_of(run_dir, *overrides, resumes=False):
     config = runs.configure(run_dir, *overrides)
     parts = open_resources(config, SingleRank(), resumes=resumes)
     try:
-        assemble(config, parts, SingleRank())
+        outcomes = assemble(config, parts, SingleRank()).checks
     finally:
         parts.close()
-    assert all(text and "\n" not in text for text in parts.checks.values())
-    return parts.checks
+    assert all(text and "\n" not in text for text in outcomes.values())
+    return outcomes
 
 
 def total(model, batch):
@@ -148,6 +149,18 @@ def test_batches_that_are_not_their_halves_joined(tmp_path):
     assert told["loss"].startswith(f"is no mean of 4 samples; no more is compared: {reason}, in fp64")
 
 
+def per_pixel(model, batch):
+    """Its count is of pixels, but its metric sums one value per sample."""
+    logits, targets = model(batch["inputs"]), batch["targets"]
+    right = (logits.argmax(1) == targets).float()
+    return F.cross_entropy(logits, targets, reduction="sum"), 64 * len(targets), {"right": right.sum()}
+
+
+def test_metrics_of_samples_are_noticed_in_batches_that_are_not_their_halves_joined(tmp_path, caplog):
+    checks_of(tmp_path, *OF_SPARSE, "data._target_=test_recorded_checks.OneGraph", f"{TASK}per_pixel")
+    assert "right sums one value per sample, but is divided by the count, which is 256 for 4 samples" in caplog.text
+
+
 # --- nested tensors
 
 
@@ -260,7 +273,6 @@ def fp32_only(model, batch):
 
 
 FP32 = torch.eye(64)
-TASK = "task=test_recorded_checks."
 STREAM = ("data._target_=own_streams.Plain", "~data.augment", "data.num_workers=0", "train.max_steps=3")
 REASONS = {
     "one sample": (
@@ -367,8 +379,8 @@ def test_a_resumed_run_tells_what_was_checked_before(tmp_path):
 
 def test_parameters_without_values():
     """As with `parallel.fsdp.meta_init`, whose ranks are processes."""
-    assert modes.reason_without_values(nn.Linear(2, 2, device="meta")).startswith("parameters have no values yet")
-    assert not modes.reason_without_values(nn.Linear(2, 2))
+    assert not modes.has_all_values(nn.Linear(2, 2, device="meta"))
+    assert modes.has_all_values(nn.Linear(2, 2))
 
 
 def first(model, batch):

@@ -11,7 +11,7 @@ import test_recorded_checks
 import torch
 from torch import nn
 
-from trainapp.assembly import probe
+from trainapp.trials import probe
 
 HERE = "user_packages=[own_tasks,test_trials]"
 SUM, MEAN = "task=own_tasks.total", "task=own_tasks.mean"

@@ -1,10 +1,10 @@
 """The modes in which a run calls its tasks: in evaluation, and in training for each update."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import nn
 
-from trainapp.assembly.resources import Resources
 from trainapp.losses.losses import CheckedTask, is_built_in
 from trainapp.torch_private import has_values
 from trainapp.training.engine import training_draws
@@ -27,7 +27,7 @@ class Mode(NamedTuple):
         return self.work != EVALUATION
 
     def check_name(self, subject: str) -> str:
-        """Return the name of a check of its "loss", "padding" or "draws" in `Resources.checks`."""
+        """Return the name in the recipe of a check of its "loss", "padding" or "draws"."""
         name = subject
         if self.update:
             name += f" of update {self.update}"
@@ -36,10 +36,13 @@ class Mode(NamedTuple):
         return name
 
 
-def modes_of(resources: Resources) -> list[Mode]:
-    """Return the task in evaluation, the updates' tasks in evaluation mode, and the training tasks in training mode."""
-    task = resources.targets.task
-    updates = resources.targets.updates
+def modes_of(task: CheckedTask, updates: Mapping[str, CheckedTask]) -> list[Mode]:
+    """Return the task in evaluation, the updates' tasks in evaluation mode, and the training tasks in training mode.
+
+    Args:
+        task: of evaluations and, without updates, of training.
+        updates: the task of each update, by name.
+    """
     modes = [Mode(task, EVALUATION, training=False)]
     for name, update_task in updates.items():
         modes.append(Mode(update_task, training_draws(name), training=False, update=name))
@@ -54,8 +57,6 @@ def needs_no_check(mode: Mode, model: nn.Module) -> bool:
     return type(model).__module__.startswith("trainapp.models.") and is_built_in(mode.task)
 
 
-def reason_without_values(model: nn.Module) -> str:
-    """Return why a model without values is not called; "" for others."""
-    if all(map(has_values, model.parameters())):
-        return ""
-    return "parameters have no values yet (parallel.fsdp.meta_init)"
+def has_all_values(model: nn.Module) -> bool:
+    """Return whether the model can be called: with `parallel.fsdp.meta_init`, parameters have no values yet."""
+    return all(map(has_values, model.parameters()))

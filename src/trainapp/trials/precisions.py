@@ -5,23 +5,23 @@ Rounding may hide a difference that a check looks for: the first precision in wh
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from trainapp.assembly.probe import Compute, TaskProbe, is_small, lacks_gradients
-from trainapp.assembly.resources import Resources
-from trainapp.assembly.samples import Samples
-from trainapp.config.schema import Config
 from trainapp.errors import summary_of
 from trainapp.losses.losses import CheckedTask
 from trainapp.memory.cpu import uncompiled
 from trainapp.state.stateful import Stateful, held_tensors
+from trainapp.trials.probe import Compute, ProbeInputs, TaskProbe, is_small, lacks_gradients
+from trainapp.trials.samples import Samples
+from trainapp.trials.setup import TrialSetup
 from trainapp.units import listed
 
 FP64 = "fp64"  # the precision of copies
@@ -37,43 +37,37 @@ class ProbeFactory(NamedTuple):
 
 
 def precisions_to_try(
+    setup: TrialSetup,
+    samples: Samples,
     task: CheckedTask,
-    config: Config,
-    resources: Resources,
-    model: nn.Module,
     noise: float | None = 0.0,
     compute: Compute | None = None,
 ) -> list[ProbeFactory]:
-    """Return how a task may be called with the first samples, the most precise way first; empty without samples.
+    """Return how a task may be called, the most precise way first.
 
     Args:
+        setup: has the model and the device.
+        samples: the first ones.
         task: the task.
-        config: the run's.
-        resources: has the samples.
-        model: what the task is called with.
         noise: in small models' copies in fp64, see `probe_in_fp64`; None: no copies.
-        compute: see `TaskProbe`.
+        compute: see `ProbeInputs`.
     """
-    if resources.samples is None:
-        return []
-    metric_names = frozenset(resources.targets.hooks["metrics"])
-    arguments: Any = (task, model, resources.samples, resources.device, config.train.seed, metric_names)
+    model = setup.model
+    inputs = ProbeInputs(task, model, samples, setup.device, setup.settings.seed, setup.metric_names, compute)
     factories = []
 
     # In fp64, which takes copies.
     if noise is not None and is_small(model, task.unchecked):
-        make_fp64_probe = functools.partial(probe_in_fp64, *arguments, noise=noise, compute=compute)
-        factories.append(ProbeFactory(FP64, make_fp64_probe))
+        factories.append(ProbeFactory(FP64, functools.partial(probe_in_fp64, inputs, noise)))
 
     # Without autocast.
-    make_probe = functools.partial(TaskProbe, *arguments, compute=compute)
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     precision = "fp32" if dtypes <= {torch.float32} else "the model's dtype"
-    factories.append(ProbeFactory(precision, make_probe))
+    factories.append(ProbeFactory(precision, functools.partial(TaskProbe, inputs)))
 
     # With it.
-    make_probe_as_trained = functools.partial(make_probe, call_context=lambda: resources.numerics.autocast)
-    factories.append(ProbeFactory("as trained", make_probe_as_trained))
+    probe_as_trained = functools.partial(TaskProbe, inputs, call_context=lambda: setup.autocast)
+    factories.append(ProbeFactory("as trained", probe_as_trained))
     return factories
 
 
@@ -132,27 +126,20 @@ def _use_with_gradients_if_needed(probe: TaskProbe, use: Callable[[TaskProbe], T
 # --- copies in fp64
 
 
-def probe_in_fp64(
-    task: CheckedTask,
-    model: nn.Module,
-    samples: Samples,
-    device: torch.device,
-    seed: int,
-    stateful_metrics: Collection[str] = (),
-    *,
-    noise: float,
-    compute: Compute | None = None,
-) -> TaskProbe:
+def probe_in_fp64(inputs: ProbeInputs, noise: float) -> TaskProbe:
     """Return a probe of copies of task and model in fp64, also the default dtype of a call.
 
     Raises errors of copying, and `copy.Error` if a copy shares tensors of a module with its original. What else cannot
     be converted, such as a tensor in a closure, fails when called.
 
     Args:
-        task, model, samples, device, seed, stateful_metrics, compute: see `TaskProbe`.
+        inputs: the originals, and what they are called with.
         noise: the standard deviation of what is added to parameters: a layer that begins at zero hides what is before
             it.
     """
+    task = inputs.task
+    model = inputs.model
+
     # Copy model and task in one call, so that what they share is shared by the copies, too.
     originals = _outermost_modules(model, task.unchecked)
     tensor_copies = _tensor_copies(originals.values(), task, model)
@@ -165,17 +152,8 @@ def probe_in_fp64(
         module.double()
     _add_noise(copied_model, noise)
 
-    return TaskProbe(
-        CheckedTask(copied_task, task.setting),
-        copied_model,
-        samples,
-        device,
-        seed,
-        stateful_metrics,
-        compute=compute,
-        call_context=_fp64_by_default,
-        dtype=torch.float64,
-    )
+    copied_inputs = dataclasses.replace(inputs, task=CheckedTask(copied_task, task.setting), model=copied_model)
+    return TaskProbe(copied_inputs, call_context=_fp64_by_default, dtype=torch.float64)
 
 
 def _outermost_modules(model: nn.Module, task: Any) -> dict[str, nn.Module]:

@@ -3,7 +3,7 @@
 A batch is compared with its halves, and with batches of the same values in another order. That does not show what
 depends on the padding: samples that are collated differently together than in halves, mostly because they are padded to
 the longest, are therefore looked for (`with_cut`), and compared with their halves as training makes them: collated
-apart, or cut by `split`.
+apart, or cut by `split`. `FirstSamples` fetches them once for all trials.
 """
 
 import pickle
@@ -18,7 +18,12 @@ from torch import Tensor
 from trainapp.data.batch import elements_in, map_tensors, tensors_in
 from trainapp.data.joining import are_equal, batch_dims, is_padded, join_parts
 from trainapp.data.loader import Fetcher, Request, Split
+from trainapp.data.sampler import Source
+from trainapp.data.stream_reader import is_stream
 from trainapp.errors import summary_of
+from trainapp.state.snapshot import Snapshot
+from trainapp.state.stateful import Stateful
+from trainapp.trials.obstacles import Obstacle, Reason
 
 COMPARED_SAMPLES = 4  # the fewest that have two halves, and parts of unequal sizes
 SEARCHED_SAMPLES = 16  # among which other lengths are looked for: each of them is fetched and collated
@@ -32,7 +37,7 @@ class Cut(NamedTuple):
     """A batch and its halves as training makes them, which may hold other values than the batch: padding."""
 
     names: tuple[str, ...] = ()  # theirs in `Samples.batches`, the whole one first; empty if they are not compared
-    reason: str = ""  # why they are not compared; "" for data whose batches torch stacks
+    obstacle: Obstacle | None = None  # why they are not compared; None for data whose batches torch stacks
     is_padded: bool = False  # whether the batch is known to differ from its halves by padding alone
 
 
@@ -60,6 +65,53 @@ class Samples(NamedTuple):
         for letter in name:
             positions.extend(range(half) if letter in "aA" else range(half, self.number))
         return positions
+
+
+class FirstSamples:
+    """The first samples of training, fetched when they are first asked for, once for all trials.
+
+    Args:
+        source: of the samples of training.
+        dataset: theirs.
+        split: see `BatchLoader`.
+        seed: see `Fetcher`.
+        device: of modules that the data set has.
+    """
+
+    def __init__(self, source: Source, dataset: Any, split: Split | None, seed: int, device: torch.device):
+        self.is_of_stream = is_stream(dataset)
+        self._source = source
+        self._dataset = dataset
+        self._split = split
+        self._seed = seed
+        self._device = device
+        self._fetched: Samples | Obstacle | None = None  # None until they are asked for
+
+    def fetch(self) -> "Samples | Obstacle":
+        """Return the samples, or why there are none: too few, or an error of the data set, which the first step
+        reports. Raises errors of reading a stream, which come only once.
+        """
+        if self._fetched is None:
+            # Other lengths are looked for only where a batch is more than its stacked samples.
+            only_stacks = Fetcher(self._dataset, self._seed).only_stacks
+            number = COMPARED_SAMPLES if only_stacks else SEARCHED_SAMPLES
+            data, indices = self._source.first(number)
+            self._fetched = self._fetch_without_a_trace(data, indices)
+        return self._fetched
+
+    def _fetch_without_a_trace(self, data: Any, indices: list[Any]) -> "Samples | Obstacle":
+        """Return these samples of a data set, whose state stays as it is."""
+        stateful = Stateful(data=data)
+        for module in stateful.modules.values():
+            module.to(self._device)
+        try:
+            with Snapshot.of(stateful).undone():
+                samples = first_samples(data, indices[:COMPARED_SAMPLES], self._seed)
+                if samples is None:
+                    return Obstacle(Reason.ONE_SAMPLE)
+                return with_cut(samples, data, indices, self._seed, self._split)
+        except Exception as error:
+            return Obstacle(Reason.NOT_FETCHED, summary_of(error))
 
 
 def first_samples(data: Any, indices: Sequence[Any], seed: int) -> Samples | None:
@@ -118,7 +170,7 @@ def with_cut(samples: Samples, data: Any, indices: Sequence[Any], seed: int, spl
     try:
         return _with_cut(samples, fetcher, list(indices), split)
     except Exception as error:  # training meets it, too, and tells where
-        return samples._replace(cut=Cut(reason=summary_of(error)))
+        return samples._replace(cut=Cut(obstacle=Obstacle(Reason.ERROR, summary_of(error))))
 
 
 def _with_cut(samples: Samples, fetcher: Fetcher, indices: list[Any], split: Split | None) -> Samples:
@@ -130,10 +182,10 @@ def _with_cut(samples: Samples, fetcher: Fetcher, indices: list[Any], split: Spl
     if samples.is_joined:
         different_half = _differently_shaped_half(samples, fetcher, indices)
         if not different_half:
-            reason = ""
+            obstacle = None
             if fetcher.collate is not None:
-                reason = f"the first {len(indices)} samples have one shape"
-            return samples._replace(cut=Cut(reason=reason))
+                obstacle = Obstacle(Reason.ONE_SHAPE, str(len(indices)))
+            return samples._replace(cut=Cut(obstacle=obstacle))
         whole_indices = indices[:half] + different_half
         names = ("ac", "a", "c")
         batches["ac"] = fetcher[Request(0, whole_indices)]
@@ -143,9 +195,9 @@ def _with_cut(samples: Samples, fetcher: Fetcher, indices: list[Any], split: Spl
         names = ("ab", "a", "b")
 
     whole = batches[names[0]]
-    reason = _reason_not_to_compare(fetcher, whole, whole_indices)
-    if reason:
-        return samples._replace(cut=Cut(reason=reason))
+    chance = _chance_in(fetcher, whole, whole_indices)
+    if chance is not None:
+        return samples._replace(cut=Cut(obstacle=Obstacle(chance)))
 
     # Its halves, as training makes them.
     if split is not None:
@@ -156,7 +208,7 @@ def _with_cut(samples: Samples, fetcher: Fetcher, indices: list[Any], split: Spl
             names = (names[0], "A", "C")
     halves = [batches[name] for name in names[1:]]
     if batch_dims(whole, halves):
-        return samples._replace(cut=Cut(reason="batches are their halves joined, whatever their shapes"))
+        return samples._replace(cut=Cut(obstacle=Obstacle(Reason.ALWAYS_JOINED)))
     cut = Cut(names, is_padded=is_padded(whole, halves))
     return samples._replace(batches=batches, cut=cut)
 
@@ -194,8 +246,8 @@ def _ratio_of_elements(first: Any, second: Any) -> float:
     return larger / max(smaller, 1)
 
 
-def _reason_not_to_compare(fetcher: Fetcher, batch: Any, indices: list[Any]) -> str:
-    """Return why the batch of these samples may differ from its halves by chance; "" if it does not."""
+def _chance_in(fetcher: Fetcher, batch: Any, indices: list[Any]) -> Reason | None:
+    """Return why the batch of these samples may differ from its halves by chance; None if it does not."""
     # Fetch it once more, watching the data's `collate`.
     collate = fetcher.collate
     has_drawn: list[bool] = []
@@ -205,12 +257,12 @@ def _reason_not_to_compare(fetcher: Fetcher, batch: Any, indices: list[Any]) -> 
     fetcher.collate = collate
 
     if any(has_drawn):
-        return "the data's `collate` draws random numbers"
+        return Reason.RANDOM_COLLATE
     tensors = tensors_in(batch)
     repeated = tensors_in(repeated_batch)
     if len(tensors) != len(repeated) or not all(map(are_equal, tensors, repeated)):
-        return "a batch has other values when it is fetched again"
-    return ""
+        return Reason.OTHER_VALUES
+    return None
 
 
 def _noting_draws(collate: Callable[[list[Any]], Any], has_drawn: list[bool]) -> Callable[[list[Any]], Any]:

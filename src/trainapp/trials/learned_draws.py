@@ -3,8 +3,8 @@
 Shapes tell most of it: a task is called with four samples and with two of them, and the dimension that is twice as long
 is theirs. Where a sample has several rows they may be neighbours, as in the weights of attention, or one batch apart,
 as in `cat([view, view])`: the loss of the four is that of their halves only if rows are read as they are meant. This is
-seen best in fp64, with noise on the parameters. `Resources.checks` records which
-draws belong to samples, what could not be tried, and why.
+seen best in fp64, with noise on the parameters. The recipe says which draws belong to samples, what could not be tried,
+and why.
 """
 
 import functools
@@ -14,21 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainapp.assembly.comparison import excess, size_of
-from trainapp.assembly.modes import NO_CHECK_NEEDED, Mode, modes_of, needs_no_check, reason_without_values
-from trainapp.assembly.precisions import first_working_result, precisions_to_try
-from trainapp.assembly.probe import TaskProbe
-from trainapp.assembly.resources import Resources
-from trainapp.config.schema import Config
 from trainapp.data.batch import tensors_in
 from trainapp.draws.layout import DrawLayout, RandomDraw, interleaved_layouts, layouts_by_shape
 from trainapp.draws.random_operations import belong_to_samples
-from trainapp.draws.record import NUMBER_OF_DRAWS, DrawRecord, topic_of
+from trainapp.draws.record import NUMBER_OF_DRAWS, DrawRecord, TopicKind
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
 from trainapp.losses import contrastive
 from trainapp.losses.losses import Metrics, has_embeddings, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
+from trainapp.trials.comparison import CutValues
+from trainapp.trials.modes import NO_CHECK_NEEDED, Mode, has_all_values, needs_no_check
+from trainapp.trials.obstacles import Obstacle, Reason
+from trainapp.trials.precisions import first_working_result, precisions_to_try
+from trainapp.trials.probe import TaskProbe
+from trainapp.trials.samples import Samples
+from trainapp.trials.setup import TrialSetup
 from trainapp.units import listed
 
 # By how much the loss may deviate from that of its halves, relative, if rows are read right. Rounding is far below it:
@@ -42,57 +43,59 @@ BY_DEFAULT = "the first dimension as long as the batch counts as theirs"  # of d
 Layouts = dict[int, DrawLayout]  # of the draws of a forward, by the draw's number
 
 
-def learn_draws(config: Config, resources: Resources, model: nn.Module, ranks: Ranks) -> DrawRecord:
-    """Return the first rank's record of draws. Collective. Call before the model is compiled or sharded. Restores all
-    that a Snapshot covers. Raises errors of reading a stream.
+def learn_draws(setup: TrialSetup, ranks: Ranks) -> tuple[DrawRecord, dict[str, str]]:
+    """Return the first rank's record of draws; and, by the name of the check, whose draws are whose, in words.
+    Collective. Call before the model is compiled or sharded. Restores all that a Snapshot covers. Raises errors of
+    reading a stream.
     """
     draw_record = DrawRecord()
+    outcomes: dict[str, str] = {}
 
     # Skip modes of which nothing can or need be learnt. Samples are read for the others only.
     tried_modes = []
-    for mode in modes_of(resources):
+    for mode in setup.modes:
         if mode.is_trained and not mode.training:  # an update's task is not evaluated
             continue
-        reason = _reason_to_skip(config, resources, model, mode)
+        reason = _reason_to_skip(setup, mode)
         if reason:
-            resources.note_check(mode.check_name("draws"), reason)
+            outcomes[mode.check_name("draws")] = reason
         else:
             tried_modes.append(mode)
-    samples = None
-    if tried_modes:
-        samples = resources.first_samples(config.train.seed)
 
     for mode in tried_modes:
-        if samples is None:
-            text = f"not tried: {resources.samples_error}"
+        samples = setup.samples.fetch()
+        if isinstance(samples, Obstacle):
+            text = f"not tried: {samples}"
         elif not samples.is_joined:
-            text = f"not tried: a batch is not its halves joined; {BY_DEFAULT}"
+            text = f"not tried: {Obstacle(Reason.NEVER_JOINED)}; {BY_DEFAULT}"
         else:
-            text = _learn_mode(config, resources, model, mode, draw_record)
-        resources.note_check(mode.check_name("draws"), text)
+            text = _learn_mode(setup, samples, mode, draw_record)
+        outcomes[mode.check_name("draws")] = text
 
     # The first rank's on all of them: ranks have different samples, and may have learnt different things.
-    return ranks.all_gather_object(draw_record)[0]
+    return ranks.all_gather_object(draw_record)[0], outcomes
 
 
-def _reason_to_skip(config: Config, resources: Resources, model: nn.Module, mode: Mode) -> str:
+def _reason_to_skip(setup: TrialSetup, mode: Mode) -> str:
     """Return why nothing is learnt of a mode, the same on all ranks; "" if it is."""
-    if not belong_to_samples(config.train.draws, resources.device):
-        return f"torch's own, of the micro-batch: train.draws={config.train.draws} on {resources.device.type}"
-    if resources.resumes:
+    draws = setup.settings.draws
+    if not belong_to_samples(draws, setup.device):
+        return f"torch's own, of the micro-batch: train.draws={draws} on {setup.device.type}"
+    if setup.resumes:
         return "those of the resumed checkpoint"
-    if needs_no_check(mode, model):
+    if needs_no_check(mode, setup.model):
         return NO_CHECK_NEEDED
     if needs_whole_batch(mode.task):
         return "of the whole batch: the task declares whole_batch, it is never cut"
-    reason = reason_without_values(model)
-    return f"not tried: {reason}; {BY_DEFAULT}" if reason else ""
+    if not has_all_values(setup.model):
+        return f"not tried: {Obstacle(Reason.NO_VALUES)}; {BY_DEFAULT}"
+    return ""
 
 
-def _learn_mode(config: Config, resources: Resources, model: nn.Module, mode: Mode, draw_record: DrawRecord) -> str:
+def _learn_mode(setup: TrialSetup, samples: Samples, mode: Mode, draw_record: DrawRecord) -> str:
     """Add a mode's draws to the record. Return whose draws are whose, in words."""
     compute = _weighted_sum_of_embeddings if has_embeddings(mode.task) else None
-    factories = functools.partial(precisions_to_try, mode.task, config, resources, model, compute=compute)
+    factories = functools.partial(precisions_to_try, setup, samples, mode.task, compute=compute)
 
     # By the shapes of the draws. Rounding does not matter to them, so that no copies are needed.
     read = functools.partial(_read_shapes, mode=mode, draw_record=draw_record)
@@ -144,7 +147,7 @@ def _read_shapes(probe: TaskProbe, mode: Mode, draw_record: DrawRecord) -> tuple
             other_draws.append("Python's or NumPy's of the micro-batch")
     for topic, text in noted.depends.items():
         # A generator of the user's, fused kernels. Whose the draws of other topics are was not known to this record.
-        if not topic.startswith(topic_of("")):
+        if not TopicKind.DRAWS.includes(topic):
             other_draws.append(text)
 
     # The dimension of the samples is the one that grows with their number.
@@ -222,16 +225,16 @@ def _choose_layouts(probe: TaskProbe, mode: Mode, draw_record: DrawRecord, candi
 
 def _deviation(probe: TaskProbe, mode: Mode, layouts: Layouts) -> float:
     """Return by how much the loss of all samples differs from that of their halves with these layouts, relative."""
-    losses = {}
+    losses = []
     for batch_name in ("ab", "a", "b"):
         positions = probe.samples.positions(batch_name)
         record = DrawRecord({mode.work: layouts})
         sample_draws = SampleDraws((0,), positions, record, mode.work)
-        losses[batch_name] = probe(batch_name, mode.training, sample_draws).loss
-    size = size_of(losses) or 1.0
-    return abs(excess(losses)) / size
+        losses.append(probe(batch_name, mode.training, sample_draws).loss)
+    values = CutValues(*losses)
+    return abs(values.excess) / (values.size or 1.0)
 
 
 def _topic(mode: Mode) -> str:
     """Return the topic under which draws that cannot be assigned are noted."""
-    return f"draws of {mode.work}"
+    return TopicKind.DRAWS.topic(mode.work)

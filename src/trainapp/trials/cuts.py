@@ -1,0 +1,329 @@
+"""Compares a task's results for a batch with those for its parts, in one mode and in one precision.
+
+A batch of four samples is cut in up to three ways (`trials.samples` makes the batches), each of which shows what the
+others may hide:
+
+1. in halves whose tensors, joined, are the batch: for sums, the results of the halves add up;
+2. into the first sample and the other three: shares of a batch that are rounded, and weights that are alike in both
+   halves, do not add up then;
+3. as training makes micro-batches, of samples that are padded differently together than in halves, if there are any.
+
+Most tasks add up at once, which takes five calls, or seven. Only what does not is looked into, with more calls: whether
+a difference means anything (`_obstacle`), and by how much rounding may explain it (`Rounding`).
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+from trainapp.draws.record import DrawRecord, TopicKind
+from trainapp.draws.sample_draws import SampleDraws
+from trainapp.errors import summary_of
+from trainapp.losses.losses import is_built_in
+from trainapp.trials import messages
+from trainapp.trials.comparison import MAX_FP64_EPSILON, Comparison, CutResults, Rounding
+from trainapp.trials.messages import AddsUp, DependsOnCut, Finding, IsNoMean, Refused
+from trainapp.trials.modes import Mode
+from trainapp.trials.obstacles import Obstacle, Reason
+from trainapp.trials.operations import Observer, RandomRounding
+from trainapp.trials.probe import Sums, TaskProbe
+from trainapp.trials.samples import UNEVEN
+from trainapp.units import listed
+
+SHUFFLED = TopicKind.DRAWS.topic("randperm.generator_out")  # a permutation of the batch: it mixes samples
+# Computations with other rounding. Each decides by chance which of two equal numbers is the larger one, so that all of
+# them decide alike, and hide that an argmax may flip, once in 128 times.
+REPEATS = 8
+REORDERED = ("ba", "aa", "bb")  # batches of the same samples, which measure rounding
+REPRODUCIBLE = 1e-5  # the most by which two calls with equal numbers may differ, relative: atomic additions in fp32
+
+
+class CutFindings(NamedTuple):
+    """What the comparisons of a batch with its parts say of a task."""
+
+    loss: Finding
+    # Of the batch and its halves as training makes them; None if there is nothing to say, or if `loss` says it.
+    padding: Finding | None = None
+    divided_metrics: str = ""  # the warning about metrics of samples that are divided by a count of something else
+
+
+def compare_cuts(
+    probe: TaskProbe, mode: Mode, draw_record: DrawRecord, looks_for_divided_metrics: bool = True
+) -> CutFindings:
+    """Compare a task's results for a batch with those for its parts. Raises errors of the task and the model.
+
+    Args:
+        probe: calls the task.
+        mode: how it is called.
+        draw_record: of what forwards draw. Draws of Python's and NumPy's generators are noted in it.
+        looks_for_divided_metrics: whether to look for metrics of samples that are divided by a count of something else.
+    """
+    # The whole batch and its halves: every comparison below needs these.
+    call = ModeCalls(probe, mode, draw_record)
+    halves = CutResults(call("ab"), call("a"), call("b"))
+    if any(sums.drew_outside_torch for sums in halves):
+        draw_record.depends["python"] = (
+            "the forward draws from Python's or NumPy's generator: the numbers depend on the cut"
+        )
+
+    loss = _compare_halves(call, halves)
+    if isinstance(loss, Refused):
+        return CutFindings(loss)
+    divided_metrics = ""
+    if looks_for_divided_metrics and not isinstance(loss, Obstacle):
+        divided_metrics = _divided_metrics(call, halves)
+
+    padding = _compare_as_trained(call, halves, loss)
+    if probe.samples.is_joined:
+        return CutFindings(loss, padding, divided_metrics)
+
+    # Of a batch that is not its halves joined, the comparison as trained says more, if it could be made.
+    if padding is not None and not isinstance(padding, Obstacle):
+        return CutFindings(padding, None, divided_metrics)
+    if not isinstance(loss, Obstacle):
+        loss = IsNoMean(probe.samples.number, padding or Obstacle(Reason.NEVER_JOINED))
+    return CutFindings(loss, None, divided_metrics)
+
+
+class ModeCalls:
+    """Calls of a task in one mode with a probe's batches, by their names, with draws as in training."""
+
+    def __init__(self, probe: TaskProbe, mode: Mode, draw_record: DrawRecord):
+        self.probe = probe
+        self.mode = mode
+        self._layouts = draw_record.layouts.get(mode.work)
+        self._record = DrawRecord()
+        self._draws_alike = True  # each sample draws the same, as the shapes do not tell whose draws are whose
+        if self._layouts is not None:
+            self._record.layouts[mode.work] = self._layouts
+            self._draws_alike = any(layout.rows > 1 or layout.varies for layout in self._layouts.values())
+
+    def __call__(self, batch_name: str, dispatch_mode: Observer | RandomRounding | None = None) -> Sums:
+        positions = self.probe.samples.positions(batch_name)
+        sample_draws = SampleDraws((0,), positions, self._record, self.mode.work, alike=self._draws_alike)
+        return self.probe(batch_name, self.mode.training, sample_draws, dispatch_mode)
+
+    @property
+    def knows_draws(self) -> bool:
+        """Whether it is known which draws are whose. Ask after a call."""
+        return self._layouts is not None and self._record.draws and self._record.depends.keys() <= {SHUFFLED}
+
+    def with_other_rounding(self, batch_name: str) -> list[Sums]:
+        """Return the results for a batch, computed with other rounding."""
+        device = self.probe.device
+        return [self(batch_name, RandomRounding(device, seed)) for seed in range(REPEATS)]
+
+
+# --- 1. in halves
+
+
+def _compare_halves(call: ModeCalls, halves: CutResults) -> Finding:
+    """Compare a batch with its halves, and then with unequal parts.
+
+    Args:
+        call: calls the task.
+        halves: the results of `ab`, `a` and `b`.
+    """
+    samples = call.probe.samples
+    has_chance = samples.cut.obstacle is not None
+    comparison = Comparison(samples.number, halves, samples.is_joined, has_chance)
+
+    # Most tasks add up to the last bits of fp64. Then only unequal parts are left to try.
+    if comparison.defect() is None:
+        unequal = _compare_unequal_parts(call, halves.whole)
+        if isinstance(unequal, Refused):
+            return unequal
+        return _adds_up(comparison, without_unequal_parts=unequal)
+
+    # It does not add up: look whether that means anything, and how far rounding may explain it.
+    observer = Observer()
+    repeated = call("ab", observer)
+    reordered = {}
+    if observer.epsilon > MAX_FP64_EPSILON:
+        reordered = {name: call(name) for name in REORDERED if name in samples.batches}
+    obstacle = _obstacle(call, [*halves, *reordered.values()], repeated, observer)
+    if obstacle is not None:
+        return obstacle
+
+    rounding = Rounding(observer.epsilon_of_loss, observer.epsilon, reordered)
+    comparison = replace(comparison, rounding=rounding)
+    if comparison.failing_metrics():
+        rerounded = [sums.metrics for sums in call.with_other_rounding("ab")]
+        comparison = replace(comparison, rounding=replace(rounding, rerounded_metrics=rerounded))
+    return _refused_if_defective(comparison, call.mode) or _adds_up(comparison)
+
+
+def _adds_up(
+    comparison: Comparison, are_collated_apart: bool = False, without_unequal_parts: Obstacle | None = None
+) -> AddsUp:
+    """Return the finding about results without a defect."""
+    whole = comparison.results.whole
+    return AddsUp(
+        number=comparison.number,
+        has_metrics=bool(whole.metrics),
+        metrics_error=whole.metrics_error,
+        skipped_metrics=tuple(comparison.skipped_metrics()),
+        are_collated_apart=are_collated_apart,
+        without_unequal_parts=without_unequal_parts,
+    )
+
+
+def _refused_if_defective(comparison: Comparison, mode: Mode) -> Refused | None:
+    """Return the refusal of a task whose results do not add up; None if they do."""
+    defect = comparison.defect()
+    if defect is None:
+        return None
+    return Refused(messages.refusal(defect, comparison, mode))
+
+
+# --- 2. into unequal parts
+
+
+def _compare_unequal_parts(call: ModeCalls, whole: Sums) -> Refused | Obstacle | None:
+    """Compare one sample and the others with all of them, where equal halves add up: weights and rounded shares may be
+    alike in both halves. Return None if these add up, too.
+    """
+    samples = call.probe.samples
+    if UNEVEN[0] not in samples.batches:
+        return None
+
+    # Compare without tolerance for rounding, which costs no more calls: mostly that suffices.
+    try:
+        first, all_but_first = (call(name) for name in UNEVEN)
+    except Exception as error:  # a model may not run a single sample: training makes none then
+        return Obstacle(Reason.ERROR, summary_of(error))
+    if not (math.isfinite(first.loss) and math.isfinite(all_but_first.loss)):
+        return Obstacle(Reason.NOT_FINITE_ALONE)
+    comparison = Comparison(samples.number, CutResults(whole, first, all_but_first), parts="the first and the others")
+    if comparison.difference() is None:
+        return None
+
+    # They differ: look whether that means anything, and how far rounding may explain it.
+    comparison, obstacle = _with_measured_rounding(call, "ab", comparison, [whole])
+    if obstacle is not None or comparison.difference() is None:
+        return obstacle
+    return _refused_if_defective(comparison, call.mode)
+
+
+# --- 3. as training makes micro-batches
+
+
+def _compare_as_trained(call: ModeCalls, halves: CutResults, loss: Finding) -> Finding | None:
+    """Compare a batch with its halves as training makes them, if they may differ from the batch; None if they do not.
+
+    Args:
+        call: calls the task.
+        halves: the results of `ab`, `a` and `b`.
+        loss: the finding about joined halves. If these cannot be judged, others cannot, either.
+    """
+    samples = call.probe.samples
+    if not samples.cut.names:
+        return samples.cut.obstacle
+    if samples.is_joined and isinstance(loss, Obstacle):
+        return loss
+    try:
+        return _compare_padding(call, halves)
+    except Exception as error:  # for the longest samples alone, such as their memory: training meets it
+        return Obstacle(Reason.ERROR, summary_of(error))
+
+
+def _compare_padding(call: ModeCalls, halves: CutResults) -> Finding:
+    mode = call.mode
+    samples = call.probe.samples
+    known_results = dict(zip(("ab", "a", "b"), halves, strict=True))
+    results = CutResults(*(known_results.get(name) or call(name) for name in samples.cut.names))
+
+    comparison = Comparison(samples.number, results)
+    difference = comparison.difference()
+    if difference is not None:  # perhaps by rounding: measure it, which takes more calls
+        comparison, obstacle = _with_measured_rounding(call, samples.cut.names[0], comparison, results)
+        if obstacle is not None:
+            return obstacle
+        difference = comparison.difference()
+
+    if difference is None:
+        return _adds_up(comparison, are_collated_apart=not samples.is_joined)
+    if difference.is_larger_count and samples.cut.is_padded:
+        return Refused(messages.refusal_of_padded_count(difference.values, samples, mode))
+    message = messages.warning_of_difference(difference, samples, mode)
+    return DependsOnCut(samples.number, difference, message)
+
+
+# --- what a difference may be due to
+
+
+def _with_measured_rounding(
+    call: ModeCalls, whole_name: str, comparison: Comparison, results: Iterable[Sums]
+) -> tuple[Comparison, Obstacle | None]:
+    """Return the comparison with the rounding of its whole batch; and why it says nothing about the task, if so.
+
+    Args:
+        call: calls the task.
+        whole_name: the name of the whole batch.
+        comparison: of results that differ.
+        results: those that must be finite.
+    """
+    observer = Observer()
+    repeated = call(whole_name, observer)
+    obstacle = _obstacle(call, results, repeated, observer)
+    if obstacle is not None:
+        return comparison, obstacle
+    rerounded = call.with_other_rounding(whole_name)
+    rounding = Rounding(
+        epsilon_of_loss=observer.epsilon_of_loss,
+        epsilon_of_metrics=observer.epsilon,
+        rerounded_losses=[sums.loss for sums in rerounded],
+        rerounded_metrics=[sums.metrics for sums in rerounded],
+    )
+    return replace(comparison, rounding=rounding), None
+
+
+def _obstacle(call: ModeCalls, results: Iterable[Sums], repeated: Sums, observer: Observer) -> Obstacle | None:
+    """Return why results that do not add up say nothing about the task; None if they do.
+
+    Args:
+        call: calls the task.
+        results: what does not add up, the whole batch's first.
+        repeated: the results of a second call for the whole batch.
+        observer: of that call.
+    """
+    results = list(results)
+    for sums in results:
+        if not (math.isfinite(sums.loss) and math.isfinite(sums.divisor)):
+            return Obstacle(Reason.NOT_FINITE)
+    # A second call for the same samples would have other results: a difference may be due to that.
+    if call.mode.training and observer.writes:
+        return Obstacle(Reason.WRITES_STATE, listed(observer.writes, 1))
+    if repeated.drew_outside_torch:
+        return Obstacle(Reason.DRAWS_OUTSIDE_TORCH)
+    if observer.draws and not call.knows_draws:
+        return Obstacle(Reason.UNKNOWN_DRAWS)
+    # Observed, torch may choose other kernels, such as for an encoder layer: in 16 bits their rounding shows.
+    tolerance = max(REPRODUCIBLE, observer.epsilon_of_loss)
+    if not math.isclose(repeated.loss, results[0].loss, rel_tol=tolerance):
+        return Obstacle(Reason.NOT_REPRODUCIBLE)
+    return None
+
+
+# --- metrics that add up, but are divided by another count
+
+
+def _divided_metrics(call: ModeCalls, halves: CutResults) -> str:
+    """Return the warning about metrics that sum one value per sample, while the count is of something else, such as
+    tokens; "" if there are none. They add up all the same, so that no comparison of sums shows it.
+    """
+    # Two batches, as the number of summands may be that of one batch's samples by chance.
+    names = set(halves.whole.metrics)
+    for batch_name, sums in {"ab": halves.whole, "a": halves.first}.items():
+        number = len(call.probe.samples.positions(batch_name))
+        count = sums.divisor
+        may_count_tokens = count > number and count.is_integer()  # others are sums of weights
+        if not names or not may_count_tokens or is_built_in(call.mode.task):
+            return ""
+        observer = Observer()
+        call(batch_name, observer)
+        names = {name for name in names if observer.summands_of_metrics.get(name) == number}
+    if not names:
+        return ""
+    return messages.warning_of_divided_metrics(sorted(names), halves.whole.divisor, call.probe.samples, call.mode)

@@ -1,0 +1,227 @@
+"""`train.check_loss`: whether the task's loss and metrics are sums over samples, so that a batch can be cut.
+
+A mean would be divided by the count again, making gradients that many times too small; a loss that compares the samples
+of its batch depends on the micro-batch. Neither shows in a curve.
+
+When: once, whenever a run's model is built, before it is compiled or sharded and before the first step. On every rank,
+each with its own samples.
+
+What is called: the task of evaluations and those of the updates, each in the modes in which a run calls it
+(`trials.modes`), with the first four samples of training (`trials.samples`). A stream's are read once, and kept for
+training. Without gradients, unless the task itself needs some, as for a gradient penalty; with BatchNorm in evaluation
+mode. A call leaves no trace (`trials.probe`).
+
+What is compared: loss, count and metrics of the batch with those of its parts (`trials.cuts`), to rounding
+(`trials.comparison`). Metrics as strictly as the loss, since an objective may be one.
+
+In which precision: to keep rounding from hiding a difference, a small model and its task are copied to fp64; what
+cannot run in fp64 runs in fp32 without autocast, or as it is trained (`trials.precisions`). The copies are compared
+once more with noise on their parameters: a layer that begins at zero hides what is before it.
+
+What follows: a task whose results do not add up is refused. So is a count that includes padding. Any other dependence
+on the padding may be meant (convolutions over padded audio): it is noted in the record of draws, and warned of before
+the first step. The recipe says what was compared, by mode, and what could not be and why.
+
+It costs at most 24 forwards of at most four samples with two modes, 32 where batches are padded, half of it for a large
+model, and more only where results do not add up.
+"""
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from trainapp.draws.record import DrawRecord, TopicKind
+from trainapp.errors import UserError, summary_of
+from trainapp.losses.losses import has_embeddings, needs_whole_batch
+from trainapp.parallel.ranks import Ranks
+from trainapp.trials.cuts import CutFindings, compare_cuts
+from trainapp.trials.messages import DependsOnCut, Finding, Refused
+from trainapp.trials.modes import NO_CHECK_NEEDED, Mode, has_all_values, needs_no_check
+from trainapp.trials.obstacles import Obstacle, Reason
+from trainapp.trials.precisions import FP64, first_working_result, precisions_to_try
+from trainapp.trials.samples import Samples
+from trainapp.trials.setup import TrialSetup
+
+log = logging.getLogger(__name__)
+# Standard deviation of what is added to the parameters of copies. Initial weights are about as large: layers that begin
+# at zero then count, while the others still compute something like themselves.
+NOISE = 0.1
+
+
+class Outcome(NamedTuple):
+    """The outcome of a check on a rank."""
+
+    text: str  # what was compared, or why not, in words that continue "the loss"
+    refusal: str | None = None  # the message about the task, if it cannot be trained
+    dependence: str = ""  # the message about what depends on the micro-batch, if anything
+
+    def followed_by(self, text: str) -> "Outcome":
+        """Return the outcome with more text."""
+        return self._replace(text=f"{self.text}{text}")
+
+
+class ModeOutcome(NamedTuple):
+    """The outcomes of the checks of a mode on a rank."""
+
+    loss: Outcome
+    padding: Outcome | None = None  # see `CutFindings`
+    divided_metrics: str = ""
+
+
+def require_sum(setup: TrialSetup, ranks: Ranks, draw_record: DrawRecord) -> dict[str, str]:
+    """Raise UserError for a loss, count or metric that does not add up, and errors of reading a stream. Collective.
+
+    Call before the model is compiled or sharded. Restores everything a Snapshot covers; modules end up on the device.
+
+    Returns:
+        By the name of the check, what was compared, or why not.
+    """
+    texts: dict[str, str] = {}
+
+    # Skip modes whose check is not needed or not possible. Reading samples is only worth its time for the others.
+    compared_modes = []
+    for mode in setup.modes:
+        if needs_no_check(mode, setup.model):
+            texts[mode.check_name("loss")] = NO_CHECK_NEEDED
+            continue
+        reason = _reason_to_skip(setup, mode)
+        if reason is None:
+            compared_modes.append(mode)
+        else:
+            texts[mode.check_name("loss")] = _not_compared(Obstacle(reason))
+
+    # Every rank has its own outcome: one may have run out of memory here. A problem of any of them ends all.
+    warnings: list[str] = []
+    for mode in compared_modes:
+        outcomes: list[ModeOutcome] = ranks.all_gather_object(_check_mode(setup, mode, draw_record))
+        texts[mode.check_name("loss")] = _merged_text([outcome.loss for outcome in outcomes], mode, draw_record)
+        warnings.extend(outcome.divided_metrics for outcome in outcomes if outcome.divided_metrics)
+        of_padding = [outcome.padding for outcome in outcomes if outcome.padding is not None]
+        if of_padding:
+            texts[mode.check_name("padding")] = _merged_text(of_padding, mode, draw_record)
+
+    for text in dict.fromkeys(warnings):  # without repetitions: ranks and modes often agree
+        log.warning("%s", text)
+    if setup.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return texts
+
+
+def _reason_to_skip(setup: TrialSetup, mode: Mode) -> Reason | None:
+    """Return why a mode is not compared, the same on all ranks; None if it is."""
+    if not setup.settings.check_loss:
+        return Reason.SWITCHED_OFF
+    if has_embeddings(mode.task):
+        return Reason.EMBEDDINGS
+    if needs_whole_batch(mode.task):
+        return Reason.WHOLE_BATCH
+    if setup.resumes and setup.samples.is_of_stream:
+        return Reason.RESUMED_STREAM
+    if not has_all_values(setup.model):
+        return Reason.NO_VALUES
+    return None
+
+
+# --- a mode, on a rank
+
+
+def _check_mode(setup: TrialSetup, mode: Mode, draw_record: DrawRecord) -> ModeOutcome:
+    """Compare the first samples in the first precision that works, and in fp64 once more with noise on the copies."""
+    samples = setup.samples.fetch()
+    if isinstance(samples, Obstacle):
+        return ModeOutcome(Outcome(_not_compared(samples)))
+
+    # Without noise, in the most precise way that works.
+    compare = functools.partial(compare_cuts, mode=mode, draw_record=draw_record)
+    try:
+        result = first_working_result(precisions_to_try(setup, samples, mode.task), compare, mode.is_trained)
+    except Exception as error:  # the first step raises it again
+        return ModeOutcome(Outcome(_not_compared(Obstacle(Reason.ERROR, summary_of(error)))))
+    plain = result.value
+
+    loss = _outcome(plain.loss, result.precision)
+    padding = None if plain.padding is None else _outcome(plain.padding, result.precision)
+    reasons = [f"; not in {precision}: {reason}" for precision, reason in result.failures.items()]
+    outcome = ModeOutcome(loss.followed_by("".join(reasons)), padding, plain.divided_metrics)
+    if result.precision != FP64 or loss.refusal is not None:
+        return outcome
+
+    # With noise: what a layer that begins at zero has hidden shows now.
+    try:
+        noisy = _compare_with_noise(setup, samples, mode, draw_record)
+    except Exception as error:
+        return outcome._replace(loss=loss.followed_by(f"; with noise: {summary_of(error)}"))
+    if padding is not None and plain.padding is not None and noisy.padding is not None:
+        padding = _with_noise(padding, plain.padding, noisy.padding)
+    return outcome._replace(loss=_with_noise(loss, plain.loss, noisy.loss), padding=padding)
+
+
+def _compare_with_noise(setup: TrialSetup, samples: Samples, mode: Mode, draw_record: DrawRecord) -> CutFindings:
+    """Return the findings about copies in fp64 with noise on their parameters, which does not change what is summed."""
+    compare = functools.partial(compare_cuts, mode=mode, draw_record=draw_record, looks_for_divided_metrics=False)
+    fp64_only = precisions_to_try(setup, samples, mode.task, noise=NOISE)[:1]
+    return first_working_result(fp64_only, compare, mode.is_trained).value
+
+
+# --- findings in words
+
+
+def _outcome(finding: Finding, precision: str) -> Outcome:
+    """Return the outcome of a comparison in this precision."""
+    match finding:
+        case Refused(message):
+            return Outcome("", refusal=message)
+        case Obstacle():
+            return Outcome(_not_compared(finding))
+        case DependsOnCut():
+            return Outcome(f"{finding}, in {precision}", dependence=finding.message)
+        case _:
+            return Outcome(f"{finding}, in {precision}")
+
+
+def _with_noise(outcome: Outcome, plain: Finding, noisy: Finding) -> Outcome:
+    """Return the outcome together with that of the same comparison with noise on the parameters.
+
+    Args:
+        outcome: without noise.
+        plain: the finding without noise.
+        noisy: the one with noise.
+    """
+    if isinstance(plain, (Refused, DependsOnCut)):
+        return outcome
+
+    # The same with noise: say so once, rather than repeat it.
+    if noisy == plain:
+        return outcome if isinstance(plain, Obstacle) else outcome.followed_by(", with noise too")
+
+    match noisy:
+        case Refused(message):
+            return outcome._replace(refusal=message)
+        case Obstacle():
+            return outcome.followed_by(f"; with noise: {_not_compared(noisy)}")
+        case DependsOnCut():
+            outcome = outcome._replace(dependence=f"{noisy.message}. Seen with noise on the parameters")
+    return outcome.followed_by(f"; with noise: {noisy}")
+
+
+def _not_compared(obstacle: Obstacle) -> str:
+    return f"not compared: {obstacle}"
+
+
+# --- the outcomes of all ranks
+
+
+def _merged_text(outcomes: Sequence[Outcome], mode: Mode, draw_record: DrawRecord) -> str:
+    """Return what the ranks say of a check, and note once per task what depends on the micro-batch. Raises UserError
+    for a task that any of them refuses.
+    """
+    for outcome in outcomes:
+        if outcome.refusal is not None:
+            raise UserError(outcome.refusal)
+        if outcome.dependence:
+            draw_record.note(TopicKind.PADDING.topic(mode.task.setting), outcome.dependence)
+    distinct_texts = dict.fromkeys(outcome.text for outcome in outcomes)
+    return "; ".join(distinct_texts)

@@ -1,0 +1,181 @@
+"""The messages of the loss check: what refuses a task, what warns of it, and what the recipe says was compared."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainapp.trials.comparison import Comparison, CutValues, Defect, DefectKind, Difference
+from trainapp.trials.modes import Mode
+from trainapp.trials.obstacles import Obstacle
+from trainapp.trials.samples import Samples
+from trainapp.units import listed
+
+_IF_MEANT = "If it is intended, set train.check_loss=false"
+
+# --- what was compared, for the recipe
+
+
+@dataclass(frozen=True)
+class AddsUp:
+    """Loss, count and metrics of a batch that add up. `str` continues "the loss"."""
+
+    number: int  # of samples
+    has_metrics: bool
+    metrics_error: str  # why metrics could not be read; "" if they could
+    skipped_metrics: tuple[str, ...]  # those that could not be compared
+    are_collated_apart: bool  # whether the halves are known as training makes them alone
+    without_unequal_parts: Obstacle | None = None  # why only equal halves were compared
+
+    def __str__(self) -> str:
+        collated = " collated in halves" if self.are_collated_apart else ""
+        also_compared = "do count and metrics" if self.has_metrics else "does its count"
+        text = f"adds up over {self.number} samples{collated}, as {also_compared}"
+        if self.metrics_error:
+            text += f" (metrics: {self.metrics_error})"
+        elif self.skipped_metrics:
+            text += f" (not {listed(self.skipped_metrics)}: not finite or not in all batches)"
+        if self.without_unequal_parts is not None:
+            text += f"; in halves alone: {self.without_unequal_parts}"
+        return text
+
+
+@dataclass(frozen=True)
+class IsNoMean:
+    """All that can be said of a batch that is not its halves joined. `str` continues "the loss"."""
+
+    number: int  # of samples
+    obstacle: Obstacle  # why nothing else is compared
+
+    def __str__(self) -> str:
+        return f"is no mean of {self.number} samples; no more is compared: {self.obstacle}"
+
+
+@dataclass(frozen=True)
+class DependsOnCut:
+    """A difference that may be meant, so that it refuses no task. `str` continues "the loss"."""
+
+    number: int  # of samples
+    difference: Difference
+    message: str  # the warning
+
+    def __str__(self) -> str:
+        name = self.difference.name
+        whole, first, second = self.difference.values
+        in_halves = first + second
+        return f"does not add up: the {name} is {whole:.6g} for {self.number} samples, {in_halves:.6g} in halves"
+
+
+# --- what refuses the task
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A task that cannot be trained as it is."""
+
+    message: str  # to the user
+
+
+Finding = AddsUp | IsNoMean | DependsOnCut | Refused | Obstacle  # what a comparison says of a task
+
+
+def refusal(defect: Defect, comparison: Comparison, mode: Mode) -> str:
+    """Return the message about a task whose results are no sums over samples.
+
+    Args:
+        defect: what is wrong.
+        comparison: has the numbers.
+        mode: the task, and how it was called.
+    """
+    setting = mode.task.setting
+    numbers = _loss_numbers(comparison)
+    match defect.kind:
+        case DefectKind.MEAN:
+            return (
+                f"{setting}: the loss is a mean, but a sum is required: {numbers}. It would be divided by the "
+                "count twice, and uneven micro-batches weighted wrongly: return the sum of the samples' (or tokens') "
+                f"losses and their number, such as the mean times its number of summands. {_IF_MEANT}"
+            )
+        case DefectKind.NOT_A_SUM:
+            return (
+                f"{setting}: the loss is not a sum over samples{_mode_text(mode)}: {numbers}. It "
+                "would depend on the micro-batch, and so on free memory. Do shapes broadcast, such as [B, 1] with [B]? "
+                "Are samples weighted, by their class, say? Then the count is the sum of their weights. If it "
+                "compares or mixes the samples of its batch, or has a term of the whole batch such as a "
+                "mixture's load balance, sum it over samples (a balance per sequence), or declare `whole_batch = True` "
+                "on the task: its batch is then never cut (or give it embed and loss_of_embeddings: docs/extending.md)."
+                " If the model normalises over the batch in evaluation mode, let it use running statistics there. "
+                f"{_IF_MEANT}"
+            )
+        case DefectKind.COUNT:
+            return (
+                f"{setting}: the count does not add up: {numbers}. Micro-batches would be weighted wrongly: "
+                "return the number of samples or tokens that the loss sums over, or the sum of their weights. "
+                f"{_IF_MEANT}"
+            )
+        case DefectKind.METRIC_MEAN:
+            return _refusal_of_metric(defect.metric, "a mean", comparison, setting)
+        case DefectKind.METRIC_NOT_A_SUM:
+            return _refusal_of_metric(defect.metric, "not a sum over samples", comparison, setting)
+
+
+def _loss_numbers(comparison: Comparison) -> str:
+    whole, first, second = comparison.losses
+    counts = comparison.counts
+    whole_text = f"{whole:.9g} with a count of {counts.whole:g}"
+    parts_text = f"{first:.9g} with {counts.first:g} and {second:.9g} with {counts.second:g}"
+    return f"for {comparison.number} samples it returns {whole_text}, and for {comparison.parts} {parts_text}"
+
+
+def _refusal_of_metric(name: str, kind: str, comparison: Comparison, setting: str) -> str:
+    values = comparison.metric_values(name)
+    assert values is not None  # it was compared
+    return (
+        f"{setting}: the metric {name} is {kind}, but a sum is required: for {comparison.number} "
+        f"samples it is {values.whole:.9g}, and for {comparison.parts} "
+        f"{values.first:.9g} and {values.second:.9g}. It would depend on the micro-batch: return the sum of "
+        "the samples' own values (of a mean over samples, that times the count), or configure it as "
+        f"metrics.{name}, which sees all samples (docs/extending.md). {_IF_MEANT}"
+    )
+
+
+def refusal_of_padded_count(counts: CutValues, samples: Samples, mode: Mode) -> str:
+    """Return the message about a count that includes padding."""
+    return (
+        f"{mode.task.setting}: the count includes padding: {_cut_numbers(counts, samples)}. The loss would be divided "
+        "by a number that depends on the micro-batch, and so on free memory: sum the losses of the real positions "
+        f"only, and return their number, such as `mask.sum()` or `(targets != -100).sum()`. {_IF_MEANT}"
+    )
+
+
+# --- what warns of it
+
+
+def warning_of_difference(difference: Difference, samples: Samples, mode: Mode) -> str:
+    """Return the message about results that depend on which samples are collated together."""
+    cause = "the padding" if samples.cut.is_padded else "which samples are collated together"
+    return (
+        f"{mode.task.setting}: the {difference.name} depends on {cause}{_mode_text(mode)}: "
+        f"{_cut_numbers(difference.values, samples)}. So the result depends on the micro-batch. Either it is a mean "
+        "over positions times the number of samples, or padded positions are in the sum, or the model sees padding "
+        "without a mask: sum and count the real positions only, and pass the model a mask. If the model sees padding "
+        "by design, such as convolutions over it, compare only runs with the same batch.micro_size and "
+        "batch.eval_micro_size"
+    )
+
+
+def _cut_numbers(values: CutValues, samples: Samples) -> str:
+    verb = "padded" if samples.cut.is_padded else "collated"
+    whole_text = f"for {samples.number} samples {verb} together it is {values.whole:.9g}"
+    return f"{whole_text}, and for their halves {values.first:.9g} and {values.second:.9g}"
+
+
+def _mode_text(mode: Mode) -> str:
+    return " in training mode" if mode.training else ""
+
+
+def warning_of_divided_metrics(names: Sequence[str], count: float, samples: Samples, mode: Mode) -> str:
+    """Return the message about metrics that sum one value per sample, but are divided by a count of something else."""
+    return (
+        f"{mode.task.setting}: the metric {listed(names)} sums one value per sample, but is divided by the count, "
+        f"which is {count:g} for {samples.number} samples. If its mean over samples is "
+        "meant, return a tuple of this sum and its own count, such as (exact.sum(), len(exact))"
+    )
