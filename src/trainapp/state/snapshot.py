@@ -36,8 +36,9 @@ from torch import Tensor, nn
 
 from trainapp.state.attributes import CONTAINERS, RESULT, fingerprint, storages_of
 from trainapp.state.checksum import checksum
-from trainapp.state.stateful import DEPTH, MOST_ITEMS, Owner, Stateful, can_be_restored, memory_of
+from trainapp.state.stateful import Owner, Stateful, can_be_restored, memory_of
 from trainapp.state.structure import REGISTRIES, Structure, find_shards
+from trainapp.state.walk import DEPTH, MOST_ITEMS
 from trainapp.torch_private import MODULE_ATTRIBUTES, foreach_copy_, outside_dispatch_modes, version_of
 
 _PLAIN: tuple[type[Any], ...] = (

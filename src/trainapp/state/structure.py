@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.state.stateful import can_be_restored, memory_of
+from trainapp.state.walk import joined
 from trainapp.torch_private import is_shard, local, non_persistent_buffers, registries_of
 
 _LIBRARIES = ("torch.", "trainapp.")  # whose modules keep their state in buffers
@@ -69,12 +70,12 @@ class Structure:
         parameters, buffers, _ = registries_of(module)
         for name, parameter in _new_tensors(parameters, shards, collected):
             self.leaves.append(parameter)
-            self.parameters[_joined(module_name, name)] = _local_memory(parameter)
+            self.parameters[joined(module_name, name)] = _local_memory(parameter)
 
         outside_state_dict = non_persistent_buffers(module)
         for name, buffer in _new_tensors(buffers, shards, collected):
             tensors = self.constants if name in outside_state_dict else self.buffers
-            tensors[_joined(module_name, name)] = _local_memory(buffer)
+            tensors[joined(module_name, name)] = _local_memory(buffer)
 
 
 def find_shards(modules: Collection[nn.Module]) -> Shards:
@@ -96,12 +97,8 @@ def _named_modules(roots: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]
     named_modules = []
     for root_name, root in roots.items():
         for path, module in root.named_modules():
-            named_modules.append((_joined(root_name, path), module))
+            named_modules.append((joined(root_name, path), module))
     return named_modules
-
-
-def _joined(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
 
 
 def _new_tensors(registry: dict[str, Any], shards: Shards, collected: set[int]) -> Iterator[tuple[str, Tensor]]:
