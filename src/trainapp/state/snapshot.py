@@ -416,15 +416,7 @@ class Snapshot:
         """
         watched = state.structure.watched
         copies = state.copies_by_id()
-        constants = state.constants
-        if not state.checksums:
-            # Only those whose version has changed: a copy may be older than a write that left the version as it was.
-            constants = {}
-            for tensor_id, constant in state.constants.items():
-                if version_of(constant.tensor) != constant.version:
-                    constants[tensor_id] = constant
-
-        self._restore_tensors(dataclasses.replace(state, constants=constants))
+        self._restore_tensors(state)
         self._restore_references(state.structure, state.references)
         self._constants = state.constants  # copies of later versions have the values of later writes
         return [name for name in self.written if name in watched and id(watched[name]) not in copies]
@@ -432,9 +424,11 @@ class Snapshot:
     def _restore_tensors(self, state: State) -> None:
         for leaf, needs_gradient in zip(state.structure.leaves, state.need_gradients, strict=True):
             leaf.requires_grad_(needs_gradient)
-        for constant in state.constants.values():
-            if constant.copy is not None:
-                _restore_tensor(constant.tensor, constant.copy)
+        for tensor, version, constant_copy in state.constants.values():
+            # After the first steps only if the version has changed: a copy may be older than a write that left the
+            # version as it was, such as the optimizer's where an attribute refers to a `weight.data`.
+            if constant_copy is not None and (state.checksums or version_of(tensor) != version):
+                _restore_tensor(tensor, constant_copy)
         for tensor, copy in state.copies:
             _restore_tensor(tensor, copy)
         for array, array_copy in state.arrays:
