@@ -35,13 +35,13 @@ from torch import nn
 
 from trainapp.assembly.comparison import MAX_FP64_EPSILON, Comparison
 from trainapp.assembly.modes import NO_CHECK_NEEDED, Mode, modes_of, needs_no_check, reason_without_values
-from trainapp.assembly.precisions import FP64, ProbeResult, first_working_result, precisions_to_try
+from trainapp.assembly.precisions import FP64, ProbeResult, first_working_result, note_globals, precisions_to_try
 from trainapp.assembly.probe import Observer, RandomRounding, Sums, TaskProbe
 from trainapp.assembly.resources import Resources
 from trainapp.assembly.samples import UNEVEN
 from trainapp.config.schema import Config
 from trainapp.data.stream_reader import is_stream
-from trainapp.draws.record import PADDING, DrawRecord, topic_of
+from trainapp.draws.record import GLOBALS, PADDING, DrawRecord, topic_of
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import UserError, summary_of
 from trainapp.losses.losses import has_embeddings, is_built_in, needs_whole_batch
@@ -152,6 +152,7 @@ def _compare_mode(
     try:
         factories = precisions_to_try(mode.task, config, resources, model)
         result = first_working_result(factories, compare, mode.is_trained)
+        note_globals(result, draw_record)
     except Exception as error:  # the first step raises it again
         return _not_compared(summary_of(error))
     plain = result.value
@@ -238,7 +239,7 @@ class ModeCalls:
     @property
     def knows_draws(self) -> bool:
         """Whether it is known which draws are whose. Ask after a call."""
-        return self._layouts is not None and self._record.draws and self._record.depends.keys() <= {SHUFFLED}
+        return self._layouts is not None and self._record.draws and self._record.depends.keys() <= {SHUFFLED, GLOBALS}
 
     def with_other_rounding(self, batch_name: str) -> list[Sums]:
         """Return the results for a batch, computed with other rounding."""

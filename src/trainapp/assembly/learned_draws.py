@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainapp.assembly.comparison import excess, size_of
 from trainapp.assembly.modes import NO_CHECK_NEEDED, Mode, modes_of, needs_no_check, reason_without_values
-from trainapp.assembly.precisions import first_working_result, precisions_to_try
+from trainapp.assembly.precisions import first_working_result, note_globals, precisions_to_try
 from trainapp.assembly.probe import TaskProbe
 from trainapp.assembly.resources import Resources
 from trainapp.config.schema import Config
@@ -97,7 +97,9 @@ def _learn_mode(config: Config, resources: Resources, model: nn.Module, mode: Mo
     # By the shapes of the draws. Rounding does not matter to them, so that no copies are needed.
     read = functools.partial(_read_shapes, mode=mode, draw_record=draw_record)
     try:
-        candidates, other_draws = first_working_result(factories(noise=None), read, mode.is_trained).value
+        result = first_working_result(factories(noise=None), read, mode.is_trained)
+        note_globals(result, draw_record)
+        candidates, other_draws = result.value
     except Exception as error:  # the first step raises it again, with its traceback
         return f"not known: {summary_of(error)}; {BY_DEFAULT}"
     text = _in_words(draw_record, mode, other_draws)

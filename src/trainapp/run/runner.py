@@ -40,7 +40,7 @@ from trainapp.run.result import (
 from trainapp.signals import AtWork, Interrupted, StopRequest, deadline_of
 from trainapp.sizes.record import EVALUATION, take_restart
 from trainapp.training import events, loop, stopping
-from trainapp.training.dependence import warn_of_padding
+from trainapp.training.dependence import warn_of_trials
 from trainapp.training.evaluate import evaluate
 from trainapp.training.memory_watch import refused_in_attempt
 from trainapp.training.phase import Phase
@@ -113,7 +113,7 @@ def _run_session(
         first_states = _first_states(session, carried)
         if carried is None:
             _print_recipe(session)
-            warn_of_padding(session)
+            warn_of_trials(session)
             events.warn_of_unknown_epochs(session)
         try:
             carried_over = _run_with_retries(session)

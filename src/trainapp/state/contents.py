@@ -43,7 +43,7 @@ class Contents:
         # Objects that a root holds come first: they are no global variables, though a function may reach them as such.
         users_roots = [root for root in roots if not is_foreign(root)]
         members: dict[int, Member] = {}
-        for children in (_users_members, _members_and_globals):
+        for children in (users_members, _members_and_globals):
             visited: set[int] = set()
             for root in users_roots:
                 for member in walk(root, "", visited, children, math.inf):
@@ -181,7 +181,7 @@ class _Overwrite:
             self.value[...] = self.copy
 
 
-def _users_members(member: Member) -> Iterator[Member]:
+def users_members(member: Member) -> Iterator[Member]:
     """Yield what an object of the user's holds, except what is a library's."""
     for held in held_members(member):
         if not is_foreign(held.value):
@@ -190,7 +190,7 @@ def _users_members(member: Member) -> Iterator[Member]:
 
 def _members_and_globals(member: Member) -> Iterator[Member]:
     """Yield what an object of the user's holds, the functions of its class, and global variables that these read."""
-    yield from _users_members(member)
+    yield from users_members(member)
     value = member.value
     if isinstance(value, types.FunctionType):
         for name in sorted(global_names(value.__code__)):

@@ -5,6 +5,7 @@
 | a buffer in the state dict | copied in every `take`: BatchNorm's kernels write its statistics without a trace |
 | another buffer (a rotary table, a mask), a tensor in an attribute or its tuple | copied when its version has changed |
 | a parameter | copied in every `take` once a forward is known to have written it |
+| lists, dicts and sets that modules and tasks hold; objects that they hold | by shallow copies: `held` |
 | the registered parameters, buffers and submodules; other attributes of the user's modules | by reference |
 | training mode, `requires_grad` | recorded |
 | objects with their own state: `get_extra_state`, generators, a task, a data set | by their `Owner` |
@@ -36,9 +37,10 @@ from torch import Tensor, nn
 
 from trainapp.state.attributes import CONTAINERS, RESULT, fingerprint, storages_of
 from trainapp.state.checksum import checksum
+from trainapp.state.contents import Refill, is_users_object
 from trainapp.state.stateful import Owner, Stateful, can_be_restored, memory_of
-from trainapp.state.structure import REGISTRIES, Structure, find_shards
-from trainapp.state.walk import DEPTH, MOST_ITEMS
+from trainapp.state.structure import REGISTRIES, ModulesKey, Structure, find_shards
+from trainapp.state.walk import DEPTH, MOST_ITEMS, joined
 from trainapp.torch_private import MODULE_ATTRIBUTES, foreach_copy_, outside_dispatch_modes, version_of
 
 _PLAIN: tuple[type[Any], ...] = (
@@ -64,6 +66,7 @@ class _References(NamedTuple):
 
     contents: list[dict[str, Any]]  # of the registries
     attributes: list[dict[str, Any]]  # of the user's modules, then of objects
+    containers: list[Refill]  # what lists, dicts and sets hold
     training: list[bool]
     owner_states: dict[str, Any]
 
@@ -143,8 +146,8 @@ class Snapshot:
         self.lost: list[str] = []
         self._steps_to_verify = verified
 
-        # The memory of the last copies, of these names in this structure, and grouped for copying.
-        self._copies_key: tuple[Structure, list[str]] | None = None
+        # The memory of the last copies, of these names in the structure with these modules, and grouped for copying.
+        self._copies_key: tuple[ModulesKey, list[str]] | None = None
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._copy_groups: list[tuple[list[Tensor], list[Tensor]]] = []  # copies and tensors
         self._constants: dict[int, _Constant] = {}  # by id
@@ -185,6 +188,8 @@ class Snapshot:
         # Look at the modules anew if they hold other tensors than in the last `take`.
         if self._steps_to_verify or not self._is_current(self._structure):
             self._structure = Structure(self._roots, self._objects, self._shards)
+        elif not self._structure.held.is_current():
+            self._structure = self._structure.with_current_held()
         structure = self._structure
         references = self._references(structure, structure.contents)
         copies = self._copy_changing(parameters)
@@ -192,9 +197,12 @@ class Snapshot:
         # Tensors and arrays in attributes, besides the buffers that are rarely written.
         constants = list(structure.constants.values())
         arrays = []
+        too_large = structure.held.too_large_values()
         for attributes in references.attributes:
             for value in attributes.values():
                 if type(value) in _WITHOUT_TENSORS:  # nearly all of them
+                    continue
+                if id(value) in too_large:
                     continue
                 if type(value) is np.ndarray:
                     arrays.append((value, value.copy()))
@@ -240,6 +248,7 @@ class Snapshot:
         return _References(
             contents=contents or [dict(registry) for registry in structure.registries],
             attributes=attributes,
+            containers=structure.held.record() if structure.held.containers else [],
             training=[module.training for module in structure.modules],
             owner_states={name: owner.copy() for name, owner in self._owners.items()},
         )
@@ -248,7 +257,7 @@ class Snapshot:
         """Copy the buffers in the state dict and the chosen parameters, into the memory of the last copies."""
         # The memory of the last copies serves again, unless names or shapes have changed.
         names = self._names_to_copy(parameters)
-        has_memory = self._copies_key == (self._structure, names)
+        has_memory = self._copies_key == (self._structure.modules_key, names)
         if not has_memory or any(tensor.shape != copy.shape for tensor, copy in self._copies):
             self._allocate_copies(names)
 
@@ -287,7 +296,7 @@ class Snapshot:
             copies_of_group.append(copy)
             tensors_of_group.append(tensor)
         self._copy_groups = list(groups.values())
-        self._copies_key = (structure, names)
+        self._copies_key = (structure.modules_key, names)
 
     def _forget_copies(self) -> None:
         """Let go of the copies' memory: the next `take` copies into new memory."""
@@ -327,6 +336,25 @@ class Snapshot:
         if self._steps_to_verify:
             self.changes.update(self.changed())
             self._steps_to_verify -= 1
+
+    def not_restored(self) -> list[str]:
+        """Return the names of what the first steps have changed, and of which `take` makes no copy: it is too large."""
+        held = self._structure.held
+        too_large = {*held.too_large_containers(), *held.too_large_values().values()}
+        return sorted(too_large & self.changes)
+
+    def fingerprints_of_held(self, names: Collection[str]) -> dict[str, Any]:
+        """Return fingerprints of the containers, and the attributes of held objects, that have these names."""
+        structure = self._structure
+        holder_names = structure.holder_names[len(structure.registries) :]
+        fingerprints = {}
+        for holder_name, attributes in zip(holder_names, (*structure.attributes, *structure.objects), strict=True):
+            for name, value in attributes.items():
+                whole_name = joined(holder_name, name)
+                is_held = holder_name in structure.held.attributes or whole_name in structure.held.containers
+                if is_held and whole_name in names:
+                    fingerprints[whole_name] = fingerprint(value)
+        return fingerprints
 
     def add_written(self, names: Iterable[str]) -> None:
         """Add parameters that a forward is known to write: here, on another rank or in an earlier process."""
@@ -453,6 +481,10 @@ class Snapshot:
             plain = _plain(attributes)
             not_recorded = {name: value for name, value in attributes.items() if name not in plain}
             _refill(attributes, not_recorded | before)
+
+        for container in references.containers:
+            if not container.is_unchanged():
+                container.undo()
 
         for module, is_training in zip(structure.modules, references.training, strict=True):
             module.training = is_training
@@ -618,19 +650,23 @@ def _is_equal(a: Any, b: Any) -> bool:
 
 
 def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the plain values, tensors and arrays among an object's attributes, and containers of them; an embedding
-    loss may keep others.
+    """Return the plain values, tensors and arrays among an object's attributes, the user's objects, and containers of
+    all these; an embedding loss may keep others.
     """
     return {name: value for name, value in attributes.items() if _is_plain(value)}
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Return whether the value is plain, a tensor to restore, or a container of such values."""
+    """Return whether the value is plain, a tensor to restore, a user's object, or a container of such values."""
     if isinstance(value, _PLAIN):
         return True
     if isinstance(value, Tensor):
         return _is_kept(value) and not value.requires_grad
-    if not isinstance(value, CONTAINERS) or depth >= DEPTH or len(value) > MOST_ITEMS:
+    if not isinstance(value, CONTAINERS):
+        return is_users_object(value)
+    if len(value) > MOST_ITEMS:  # rows of data
+        return True
+    if depth >= DEPTH:
         return False
     items = value.values() if isinstance(value, dict) else value
     for item in items:
@@ -653,16 +689,19 @@ def _kept_tensors(values: tuple[Any, ...]) -> list[Tensor]:
 
 
 def _fingerprints(structure: Structure) -> list[dict[str, Any]]:
-    """Return fingerprints of the containers in the attributes of modules, then of objects."""
+    """Return fingerprints of the containers in the attributes of modules, then of objects, and of the tensors and
+    arrays there that are too large to be copied.
+    """
     tensors = [*structure.parameters.values(), *structure.buffers.values(), *structure.constants.values()]
     registered = storages_of(tensors)
+    too_large = structure.held.too_large_values()
     fingerprints = []
     for attributes in (*structure.attributes, *structure.objects):
-        containers = {}
+        compared = {}
         for name, value in attributes.items():
-            if name not in MODULE_ATTRIBUTES and isinstance(value, CONTAINERS):
-                containers[name] = fingerprint(value, registered)
-        fingerprints.append(containers)
+            if name not in MODULE_ATTRIBUTES and (isinstance(value, CONTAINERS) or id(value) in too_large):
+                compared[name] = fingerprint(value, registered)
+        fingerprints.append(compared)
     return fingerprints
 
 
