@@ -188,7 +188,7 @@ class Snapshot:
         # Look at the modules anew if they hold other tensors than in the last `take`.
         if self._steps_to_verify or not self._is_current(self._structure):
             self._structure = Structure(self._roots, self._objects, self._shards)
-        elif not self._structure.held.is_current():
+        elif self._structure.held.holders and not self._structure.held.is_current():
             self._structure = self._structure.with_current_held()
         structure = self._structure
         references = self._references(structure, structure.contents)
@@ -197,7 +197,7 @@ class Snapshot:
         # Tensors and arrays in attributes, besides the buffers that are rarely written.
         constants = list(structure.constants.values())
         arrays = []
-        too_large = structure.held.too_large_values()
+        too_large = structure.held.too_large_values() if structure.held.attributes else {}
         for attributes in references.attributes:
             for value in attributes.values():
                 if type(value) in _WITHOUT_TENSORS:  # nearly all of them
@@ -672,7 +672,10 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
     for item in items:
         if isinstance(item, _PLAIN):  # most of them: saves a call
             continue
-        if not _is_plain(item, depth + 1):
+        if isinstance(item, Tensor):  # not copied: whether it could be need not be asked, which takes 10 us
+            if item.requires_grad:
+                return False
+        elif not _is_plain(item, depth + 1):
             return False
     return True
 
