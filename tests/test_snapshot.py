@@ -130,6 +130,21 @@ def test_constant_buffers_are_copied_once():
     assert model.table.eq(2).all()
 
 
+def test_an_attribute_that_refers_to_a_weights_data_returns_no_old_weights():
+    """The version that they share is not the weight's: it does not show the optimizer's writes."""
+    model = Counting()
+    model.alias = model.linear.weight.data
+    snapshot = Snapshot.of(Stateful(model=model))
+    for _ in range(4):
+        step(snapshot, model.linear, lambda: None)
+        with torch.no_grad():
+            model.linear.weight += 1
+    snapshot.take()
+    before = model.linear.weight.detach().clone()
+    snapshot.restore()
+    assert torch.equal(model.linear.weight, before)
+
+
 def step(snapshot, model, write) -> None:
     """A step whose forward does `write`, and whose optimizer writes the bias."""
     snapshot.take()

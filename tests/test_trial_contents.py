@@ -71,3 +71,18 @@ def test_functions_that_a_function_calls_are_followed():
     loss(5)
     contents.restore()
     assert (COUNT, QUEUE, task.buffer.pushed) == (0, [], 0)
+
+
+def test_what_is_reached_only_as_a_global_variable_is_named():
+    def loss(value):
+        task(value)
+
+    task = Task()
+    contents = Contents(loss)
+    contents.restore()
+    assert contents.written_globals == set()
+    loss(5)
+    contents.restore()
+    assert contents.written_globals == {
+        f"the global variable test_trial_contents.{name}" for name in ("COUNT", "QUEUE")
+    }

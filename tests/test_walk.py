@@ -2,6 +2,7 @@
 
 import functools
 import random
+import types
 from collections import deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import writing_models
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
-from trainapp.state import stateful
+from trainapp.state import walk
 from trainapp.state.stateful import Stateful, held_tensors
 
 
@@ -45,6 +46,33 @@ def test_what_owns_state_is_found():
         "data.dataset.own.draw": "generator",
     }
     assert len(Stateful(data=[*range(5000), *(random.Random(seed) for seed in range(1500))]).owners) == 1500
+
+
+class Meter:
+    """Counts, and has its state dict by assignment."""
+
+    def __init__(self):
+        self.seen = 0
+        self.state_dict = lambda: {"seen": self.seen}
+        self.load_state_dict = types.MethodType(lambda self, state: vars(self).update(state), self)
+
+
+class AnswersAll:
+    """An object with an answer to every name."""
+
+    def __getattr__(self, name):
+        return lambda *arguments: None
+
+
+def test_a_state_dict_that_is_assigned_to_the_object_counts():
+    meter = Meter()
+    owners = Stateful(task=SimpleNamespace(meter=meter, other=AnswersAll(), meter_class=AtCommit)).owners
+    assert list(owners) == ["task.meter"]
+    meter.seen = 3
+    state = owners["task.meter"].copy()
+    meter.seen = 4
+    owners["task.meter"].restore(state)
+    assert meter.seen == 3
 
 
 def test_nothing_is_found_in_ordinary_parts():
@@ -130,7 +158,7 @@ def test_long_lists_of_tensors_are_gone_through_and_tables_are_not():
 
 
 def test_it_ends_in_a_large_data_set(monkeypatch):
-    monkeypatch.setattr(stateful, "MOST_OBJECTS", 10)
+    monkeypatch.setattr(walk, "MOST_OBJECTS", 10)
     assert 0 < len(list(held_tensors([[[torch.zeros(1)] for _ in range(100)]]))) <= 10
 
 

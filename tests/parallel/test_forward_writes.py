@@ -78,6 +78,19 @@ def test_buffers_that_differ_between_ranks_are_named(cell):
     assert messages_about_ranks(trained(cell, "ddp", "ReducedCodebook")) == []
 
 
+@pytest.mark.parametrize(("task", "names"), [("ByTask", "task.replay.by_class"), ("counts", "")])
+def test_a_replay_buffer_of_each_rank_is_named(cell, task, names):
+    record = cell.run(
+        2,
+        *("parallel=ddp", *own_model("own_replays.Held"), f"task=own_replays.{task}", "batch.micro_size=64"),
+        *("train.check_loss=false", "user_packages=[own_replays]", "objective=min loss", "train.max_steps=2"),
+        tiny=WRITING,
+    )[0]
+    messages = [message for message in record.log if "and each rank its own" in message]
+    assert len(messages) == bool(names)
+    assert all(f"the forward writes {names}, " in message for message in messages)
+
+
 def test_parameters_that_differ_between_ranks_are_refused(cell):
     record = trained(cell, "ddp", "ActNorm")
     assert "the forward writes the parameters model.shift, and each rank from its own samples" in record.error

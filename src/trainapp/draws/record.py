@@ -12,6 +12,7 @@ from trainapp.draws.layout import DrawLayout, RandomDraw
 from trainapp.torch_private import outside_dispatch_modes
 
 NUMBER_OF_DRAWS = "number of draws"  # the topic of a forward that draws a varying number of times
+GLOBALS = "global variables"  # the topic under which a record notes those that a forward writes
 
 
 class TopicKind(Enum):

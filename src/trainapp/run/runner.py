@@ -36,7 +36,7 @@ from trainapp.run.result import (
 from trainapp.signals import AtWork, Interrupted, StopRequest, deadline_of
 from trainapp.sizes.micro_batches import ErrorKind
 from trainapp.training import callback_calls, loop, reporting, stopping
-from trainapp.training.dependence import warn_of_padding
+from trainapp.training.dependence import warn_of_trials
 from trainapp.training.evaluation.evaluate import evaluate
 from trainapp.training.session import Session
 
@@ -65,7 +65,7 @@ def _run_session(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Sessio
     with contextlib.closing(session), _memory_guard(session), _failures_recorded(session):
         if start.is_first:
             _print_recipe(session)
-            warn_of_padding(session)
+            warn_of_trials(session)
             reporting.warn_of_unknown_epochs(session)
         next_start = _run_with_retries(session)
     if next_start is not None:

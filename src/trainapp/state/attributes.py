@@ -13,16 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.state.checksum import checksum
-from trainapp.state.contents import FOREIGN_PACKAGES
-from trainapp.state.stateful import DEPTH, MOST_ITEMS, Stateful, has_extra_state, has_state_dict, memory_of
-from trainapp.torch_private import MODULE_ATTRIBUTES, outside_dispatch_modes, storage_id, strided_parts
+from trainapp.state.stateful import Stateful, has_extra_state, memory_of
+from trainapp.state.walk import (
+    DEPTH,
+    FOREIGN_PACKAGES,
+    LIBRARIES,
+    MOST_ITEMS,
+    Member,
+    attributes_of_module,
+    has_state_dict,
+    joined,
+    walk,
+)
+from trainapp.torch_private import outside_dispatch_modes, storage_id, strided_parts
 
 LEVELS_OF_OBJECTS = 2  # a task may hold an object that holds another
 CONTAINERS = (tuple, list, dict, set, frozenset, deque)
 RESULT = "result of a forward"  # the fingerprint of what holds a tensor whose graph still exists
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
-# Whose modules keep their state in buffers, or whose attributes are caches.
-_LIBRARIES = ("torch.", "trainapp.", "transformers.")
 
 
 class Attributes:
@@ -51,7 +59,7 @@ class Attributes:
         names: set[str] = set()
         for root_name, root in self._roots().items():
             for name in root.state_dict(keep_vars=True):
-                names.add(_joined(root_name, name))
+                names.add(joined(root_name, name))
         return names
 
     def _fingerprints(self) -> dict[str, Any]:
@@ -62,7 +70,7 @@ class Attributes:
         for name, attributes in self._holders():
             for attribute, value in attributes.items():
                 if isinstance(value, kinds):
-                    fingerprints[_joined(name, attribute)] = fingerprint(value, storages)
+                    fingerprints[joined(name, attribute)] = fingerprint(value, storages)
         return fingerprints
 
     def _roots(self) -> dict[str, nn.Module]:
@@ -79,15 +87,15 @@ class Attributes:
         """Yield the attributes of modules and tasks without a state of their own, and of objects that they hold, by the
         holder's name.
         """
-        visited: set[int] = set()
-        for root_name, root in self._roots().items():
-            for path, module in root.named_modules():
-                is_of_library = type(module).__module__.startswith(_LIBRARIES)
-                if not is_of_library and not has_extra_state(module):
-                    yield from _with_held_objects(_joined(root_name, path), _attributes_of_user(module), visited)
+        roots: dict[str, Any] = dict(self._roots())
         for name, task in self._stateful.plain_tasks().items():
             if not has_state_dict(task):
-                yield from _with_held_objects(name, vars(task), visited)
+                roots[name] = task
+
+        visited: set[int] = set()
+        for root_name, root in roots.items():
+            for member in walk(root, root_name, visited, _objects_in_attributes, LEVELS_OF_OBJECTS):
+                yield member.name, _attributes_to_compare(member.value)
 
     def _storages_of_modules(self) -> set[int]:
         tensors: list[Tensor] = []
@@ -97,22 +105,22 @@ class Attributes:
         return storages_of(tensors)
 
 
-def _attributes_of_user(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes that are not nn.Module's own."""
-    return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
+def _objects_in_attributes(holder: Member) -> Iterator[Member]:
+    """Yield the user's objects that these attributes hold, such as a replay buffer."""
+    for name, value in _attributes_to_compare(holder.value).items():
+        if _is_plain_object(value):
+            yield holder.child(name, value)
 
 
-def _with_held_objects(
-    name: str, attributes: dict[str, Any], visited: set[int], depth: int = 0
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield these attributes, and those of the user's objects that they hold, such as a replay buffer, by name."""
-    yield name, attributes
-    if depth == LEVELS_OF_OBJECTS:
-        return
-    for attribute, value in list(attributes.items()):
-        if id(value) not in visited and _is_plain_object(value):
-            visited.add(id(value))
-            yield from _with_held_objects(_joined(name, attribute), vars(value), visited, depth + 1)
+def _attributes_to_compare(holder: Any) -> dict[str, Any]:
+    """Return an object's attributes; of a module those that are not nn.Module's own, and none of a library's module, or
+    of one that saves an extra state.
+    """
+    if not isinstance(holder, nn.Module):
+        return dict(vars(holder))
+    if type(holder).__module__.startswith(LIBRARIES) or has_extra_state(holder):
+        return {}
+    return attributes_of_module(holder)
 
 
 def _is_plain_object(value: Any) -> bool:
@@ -123,10 +131,6 @@ def _is_plain_object(value: Any) -> bool:
         return False
     is_of_user = type(value).__module__.partition(".")[0] not in FOREIGN_PACKAGES
     return is_of_user and isinstance(getattr(value, "__dict__", None), dict) and not has_state_dict(value)
-
-
-def _joined(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
 
 
 def fingerprint(value: Any, registered: Collection[int] = (), depth: int = 0) -> Any:

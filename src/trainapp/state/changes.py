@@ -15,16 +15,19 @@ from trainapp.torch_private import MODULE_ATTRIBUTES
 
 
 def container_fingerprints(structure: Structure) -> list[dict[str, Any]]:
-    """Return fingerprints of the containers in the attributes of modules, then of objects."""
+    """Return fingerprints of the containers in the attributes of modules, then of objects, and of the tensors and
+    arrays there that are too large to be copied.
+    """
     tensors = [*structure.parameters.values(), *structure.buffers.values(), *structure.constants.values()]
     registered = storages_of(tensors)
+    too_large = structure.held.too_large_values()
     fingerprints = []
     for attributes in (*structure.attributes, *structure.objects):
-        containers = {}
+        compared = {}
         for name, value in attributes.items():
-            if name not in MODULE_ATTRIBUTES and isinstance(value, CONTAINERS):
-                containers[name] = fingerprint(value, registered)
-        fingerprints.append(containers)
+            if name not in MODULE_ATTRIBUTES and (isinstance(value, CONTAINERS) or id(value) in too_large):
+                compared[name] = fingerprint(value, registered)
+        fingerprints.append(compared)
     return fingerprints
 
 

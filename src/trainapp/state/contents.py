@@ -4,23 +4,24 @@ A `Snapshot` restores what the state of a run is made of. A trial of a task, bef
 in anything else, either: a replay buffer that is an object with a list, or a global variable.
 """
 
-import functools
-import sys
+import math
+import operator
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainapp.state.stateful import FOREIGN, MOST_OBJECTS, can_be_restored, children
-from trainapp.torch_private import MODULE_ATTRIBUTES, version_of
+from trainapp.state.stateful import can_be_restored
+from trainapp.state.walk import Member, global_names, held_members, is_foreign, walk
+from trainapp.torch_private import version_of
 
 MOST_BYTES = 64 * 2**20  # of tensors and arrays that are copied
-FOREIGN_PACKAGES = {*FOREIGN, *sys.stdlib_module_names, "trainapp", "transformers"}
-_SEARCHED = (Tensor, np.ndarray, nn.Module, list, tuple, dict, set, deque, functools.partial, types.MethodType)
+CONTAINERS = (list, deque, set, dict)  # that can be filled anew
+_GLOBAL = "the global variable "  # how names of global variables begin
 
 
 class Contents:
@@ -29,147 +30,187 @@ class Contents:
 
     Args:
         roots: a model, a task: objects or functions.
+
+    Attributes:
+        written_globals: names of global variables that a call is known to write, as of the last `restore`.
     """
 
     def __init__(self, *roots: Any):
-        self._undo: list[Callable[[], None]] = []
+        self.written_globals: set[str] = set()
         self._bytes_left = MOST_BYTES
-        visited: set[int] = set()
-        stack: list[Any] = list(roots)
-        while stack and len(visited) < MOST_OBJECTS:
-            value = stack.pop()
-            if id(value) in visited or _is_foreign(value):
-                continue
-            visited.add(id(value))
-            self._record(value)
-            stack.extend(_held_by(value))
+        self._records: list[_Record] = []
+
+        # Objects that a root holds come first: they are no global variables, though a function may reach them as such.
+        users_roots = [root for root in roots if not is_foreign(root)]
+        members: dict[int, Member] = {}
+        for children in (users_members, _members_and_globals):
+            visited: set[int] = set()
+            for root in users_roots:
+                for member in walk(root, "", visited, children, math.inf):
+                    members.setdefault(id(member.value), member)
+        for member in members.values():
+            self._record(member)
 
     def restore(self) -> None:
         """Put back what was recorded, any number of times. The containers stay the same objects."""
-        for undo in self._undo:
-            undo()
+        for record in self._records:
+            if not record.is_unchanged():
+                self.written_globals.update(name for name in record.names() if name.startswith(_GLOBAL))
+                record.undo()
 
-    def _record(self, value: Any) -> None:
+    def _record(self, member: Member) -> None:
         """Record what one object holds."""
-        if isinstance(value, (list, deque)):
-            self._undo.append(_Refill(value, list(value)))
-        elif isinstance(value, set):
-            self._undo.append(_Refill(value, set(value)))
-        elif isinstance(value, dict):
-            self._undo.append(_Refill(value, dict(value)))
+        value = member.value
+        if isinstance(value, CONTAINERS):
+            self._records.append(Refill(member.name, value))
         elif isinstance(value, Tensor):
-            self._record_values(value, value.nbytes if value.layout is torch.strided else 0)
+            self._record_values(member, value.nbytes if value.layout is torch.strided else 0)
         elif isinstance(value, np.ndarray):
-            self._record_values(value, value.nbytes if value.flags.writeable else 0)
+            self._record_values(member, value.nbytes if value.flags.writeable else 0)
         elif isinstance(value, types.FunctionType):
-            names = _global_names(value.__code__)
-            self._undo.append(_Rebind(value.__globals__, names))
-        elif not isinstance(value, nn.Module) and isinstance(getattr(value, "__dict__", None), dict):
-            self._undo.append(_Refill(vars(value), dict(vars(value))))
+            self._records.append(_Rebind(value))
+        elif is_users_object(value):
+            self._records.append(Refill(member.name, vars(value)))
 
-    def _record_values(self, value: Any, size: int) -> None:
+    def _record_values(self, member: Member, size: int) -> None:
         """Copy a tensor or an array, if it can be filled and all copies together stay small."""
+        value = member.value
         is_filled = True
         if isinstance(value, Tensor):
             is_filled = can_be_restored(value) and value.grad_fn is None and not value.is_nested
         if 0 < size <= self._bytes_left and is_filled:
             self._bytes_left -= size
-            self._undo.append(_Overwrite(value))
+            self._records.append(_Overwrite(member.name, value))
 
 
-class _Refill:
-    """Puts items back into a container, which is touched only if it has changed."""
+class _Record(Protocol):
+    """What one object held."""
 
-    def __init__(self, container: Any, held: Any):
+    def names(self) -> Collection[str]:
+        """Return what has changed, by name."""
+
+    def is_unchanged(self) -> bool:
+        """Return whether the object still holds it."""
+
+    def undo(self) -> None:
+        """Put it back."""
+
+
+class Refill:
+    """The items of a container, or the attributes of an object: a shallow copy, to put back into it."""
+
+    def __init__(self, name: str, container: Any):
+        self.name = name
         self.container = container
-        self.held = held
+        # A list is the cheapest copy of a deque, too: two thirds of another deque's time.
+        self.items: Any = list(container) if isinstance(container, (list, deque)) else container.copy()
 
-    def __call__(self) -> None:
-        if self._is_unchanged():
-            return
-        self.container.clear()
-        if isinstance(self.container, (list, deque)):
-            self.container.extend(self.held)
-        else:
-            self.container.update(self.held)
+    def names(self) -> Collection[str]:
+        return [self.name]
 
-    def _is_unchanged(self) -> bool:
-        """Return whether the container holds the same objects. They are not compared by value: tensors cannot be."""
-        if len(self.container) != len(self.held):
+    def is_unchanged(self) -> bool:
+        """Return whether the container holds the same objects, in the same order. They are not compared by value:
+        tensors cannot be.
+        """
+        if len(self.container) != len(self.items):
             return False
-        if isinstance(self.held, set):
-            return self.container == self.held
-        if isinstance(self.held, dict):
-            missing = object()
-            return all(self.container.get(key, missing) is value for key, value in self.held.items())
-        return all(a is b for a, b in zip(self.container, self.held, strict=True))
+        if isinstance(self.items, set):
+            return bool(self.container == self.items)
+        if isinstance(self.items, dict):
+            has_same_keys = all(map(operator.is_, self.container, self.items))
+            return has_same_keys and all(map(operator.is_, self.container.values(), self.items.values()))
+        return all(map(operator.is_, self.container, self.items))
+
+    def undo(self) -> None:
+        self.container.clear()
+        if isinstance(self.items, list):
+            self.container.extend(self.items)
+        else:
+            self.container.update(self.items)
 
 
 class _Rebind:
-    """Gives global variables of a module their former values."""
+    """The global variables that a function reads."""
 
-    def __init__(self, variables: dict[str, Any], names: set[str]):
-        self.variables = variables
-        self.values = {name: variables[name] for name in names if name in variables}
+    def __init__(self, function: types.FunctionType):
+        self.module_name = function.__module__
+        self.variables = function.__globals__
+        self.values: dict[str, Any] = {}
+        for name in global_names(function.__code__):
+            if name in self.variables:
+                self.values[name] = self.variables[name]
 
-    def __call__(self) -> None:
-        for name, value in self.values.items():
-            if self.variables.get(name) is not value:
-                self.variables[name] = value
+    def _changed(self) -> dict[str, Any]:
+        """Return the former values of variables that have another one, by name."""
+        return {name: value for name, value in self.values.items() if self.variables.get(name) is not value}
+
+    def names(self) -> Collection[str]:
+        return [_name_of_global(self.module_name, name) for name in self._changed()]
+
+    def is_unchanged(self) -> bool:
+        return not self._changed()
+
+    def undo(self) -> None:
+        self.variables.update(self._changed())
 
 
 class _Overwrite:
-    """Gives a tensor or an array its former values."""
+    """The values of a tensor or an array."""
 
-    def __init__(self, value: Any):
-        self.value = value
+    def __init__(self, name: str, value: Any):
+        self.name = name
+        self.value: Any = value
         self.version = version_of(value) if isinstance(value, Tensor) else None
-        self.copy = value.detach().clone() if isinstance(value, Tensor) else value.copy()
+        self.copy: Any = value.detach().clone() if isinstance(value, Tensor) else value.copy()
 
-    def __call__(self) -> None:
-        if not isinstance(self.value, Tensor):
-            self.value[...] = self.copy
-        elif version_of(self.value) != self.version:
+    def names(self) -> Collection[str]:
+        return [self.name]
+
+    def is_unchanged(self) -> bool:
+        """Return whether nothing was written: of a tensor by its version, which is cheaper than its values."""
+        if isinstance(self.value, Tensor):
+            return version_of(self.value) == self.version
+        return self.value.tobytes() == self.copy.tobytes()  # equal bits: NaN, too
+
+    def undo(self) -> None:
+        if isinstance(self.value, Tensor):
             with torch.no_grad():
                 self.value.copy_(self.copy)
             self.version = version_of(self.value)
+        else:
+            self.value[...] = self.copy
 
 
-def _held_by(value: Any) -> Iterator[Any]:
-    """Yield what an object holds, and the functions of its class."""
-    if isinstance(value, nn.Module):
-        for name, attribute in list(vars(value).items()):
-            if name not in MODULE_ATTRIBUTES:
-                yield attribute
-        yield from value.children()
-    else:
-        for _, child in children(value):
-            yield child
+def users_members(member: Member) -> Iterator[Member]:
+    """Yield what an object of the user's holds, except what is a library's."""
+    for held in held_members(member):
+        if not is_foreign(held.value):
+            yield held
+
+
+def _members_and_globals(member: Member) -> Iterator[Member]:
+    """Yield what an object of the user's holds, the functions of its class, and global variables that these read."""
+    yield from users_members(member)
+    value = member.value
     if isinstance(value, types.FunctionType):
-        for name in _global_names(value.__code__):
-            if name in value.__globals__:
-                yield value.__globals__[name]
-    elif isinstance(value, type):
-        yield from (function for function in vars(value).values() if isinstance(function, types.FunctionType))
-    else:
-        yield from type(value).__mro__
+        for name in sorted(global_names(value.__code__)):
+            if name in value.__globals__ and not is_foreign(value.__globals__[name]):
+                yield Member(_name_of_global(value.__module__, name), value.__globals__[name])
+        return
+    bases = [value] if isinstance(value, type) else type(value).__mro__
+    for users_class in bases:
+        if not is_foreign(users_class):
+            for function in vars(users_class).values():
+                if isinstance(function, types.FunctionType):
+                    yield member.child("", function)
 
 
-def _global_names(code: types.CodeType) -> set[str]:
-    """Return the names of global variables and attributes that a function, or one defined inside of it, reads."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _global_names(constant)
-    return names
+def _name_of_global(module_name: str, name: str) -> str:
+    return f"{_GLOBAL}{module_name}.{name}"
 
 
-def _is_foreign(value: Any) -> bool:
-    """Return whether it is a library's, or a module: users' tasks change neither."""
-    if isinstance(value, types.ModuleType):
-        return True
-    if isinstance(value, (types.FunctionType, type)):
-        return value.__module__.partition(".")[0] in FOREIGN_PACKAGES
-    if isinstance(value, _SEARCHED):
+def is_users_object(value: Any) -> bool:
+    """Return whether the value is an object of the user's that has attributes, and neither a module nor a function."""
+    if isinstance(value, (nn.Module, types.FunctionType, type, *CONTAINERS)) or is_foreign(value):
         return False
-    return type(value).__module__.partition(".")[0] in FOREIGN_PACKAGES
+    return isinstance(getattr(value, "__dict__", None), dict)

@@ -5,6 +5,7 @@
 | a buffer in the state dict | copied in every `take`: BatchNorm's kernels write its statistics without a trace |
 | another buffer (a rotary table, a mask), a tensor in an attribute or its tuple | copied when its version has changed |
 | a parameter | copied in every `take` once a forward is known to have written it |
+| lists, dicts and sets that modules and tasks hold; objects that they hold | by shallow copies: `held` |
 | the registered parameters, buffers and submodules; other attributes of the user's modules | by reference |
 | training mode, `requires_grad` | recorded |
 | objects with their own state: `get_extra_state`, generators, a task, a data set | by their `Owner` |
@@ -36,10 +37,12 @@ from torch import Tensor, nn
 
 from trainapp.state.changes import changed_names, container_fingerprints, has_memory, with_updates
 from trainapp.state.checksum import checksum
+from trainapp.state.contents import Refill
 from trainapp.state.plain_values import is_plain, is_restorable, restorable_tensors
 from trainapp.state.stand_ins import with_stand_ins
 from trainapp.state.stateful import Owner, Stateful, memory_of
-from trainapp.state.structure import REGISTRIES, Structure, find_shards
+from trainapp.state.structure import REGISTRIES, ModulesKey, Structure, find_shards
+from trainapp.state.walk import joined
 from trainapp.torch_private import MODULE_ATTRIBUTES, foreach_copy_, outside_dispatch_modes, version_of
 
 # Classes that `take` passes over without asking further: among 300 attributes of 13 modules, this saves 60 us.
@@ -61,6 +64,7 @@ class _References(NamedTuple):
 
     contents: list[dict[str, Any]]  # of the registries
     attributes: list[dict[str, Any]]  # of the user's modules, then of objects
+    containers: list[Refill]  # what lists, dicts and sets hold
     training: list[bool]
     owner_states: dict[str, Any]
 
@@ -140,8 +144,8 @@ class Snapshot:
         self.lost: list[str] = []
         self._steps_to_verify = verified
 
-        # The memory of the last copies, of these names in this structure, and grouped for copying.
-        self._copies_key: tuple[Structure, list[str]] | None = None
+        # The memory of the last copies, of these names in the structure with these modules, and grouped for copying.
+        self._copies_key: tuple[ModulesKey, list[str]] | None = None
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._copy_groups: list[tuple[list[Tensor], list[Tensor]]] = []  # copies and tensors
         self._constants: dict[int, _Constant] = {}  # by id
@@ -182,6 +186,8 @@ class Snapshot:
         # Look at the modules anew if they hold other tensors than in the last `take`.
         if self._steps_to_verify or not self._is_current(self._structure):
             self._structure = Structure(self._roots, self._objects, self._shards)
+        elif self._structure.held.holders and not self._structure.held.is_current():
+            self._structure = self._structure.with_current_held()
         structure = self._structure
         references = self._references(structure, structure.contents)
         copies = self._copy_changing(parameters)
@@ -189,9 +195,12 @@ class Snapshot:
         # Tensors and arrays in attributes, besides the buffers that are rarely written.
         constants = list(structure.constants.values())
         arrays = []
+        too_large = structure.held.too_large_values() if structure.held.attributes else {}
         for attributes in references.attributes:
             for value in attributes.values():
                 if type(value) in _WITHOUT_TENSORS:  # nearly all of them
+                    continue
+                if id(value) in too_large:
                     continue
                 if type(value) is np.ndarray:
                     arrays.append((value, value.copy()))
@@ -237,6 +246,7 @@ class Snapshot:
         return _References(
             contents=contents or [dict(registry) for registry in structure.registries],
             attributes=attributes,
+            containers=structure.held.record() if structure.held.containers else [],
             training=[module.training for module in structure.modules],
             owner_states={name: owner.copy() for name, owner in self._owners.items()},
         )
@@ -245,7 +255,7 @@ class Snapshot:
         """Copy the buffers in the state dict and the chosen parameters, into the memory of the last copies."""
         # The memory of the last copies serves again, unless names or shapes have changed.
         names = self._names_to_copy(parameters)
-        has_memory = self._copies_key == (self._structure, names)
+        has_memory = self._copies_key == (self._structure.modules_key, names)
         if not has_memory or any(tensor.shape != copy.shape for tensor, copy in self._copies):
             self._allocate_copies(names)
 
@@ -284,7 +294,7 @@ class Snapshot:
             copies_of_group.append(copy)
             tensors_of_group.append(tensor)
         self._copy_groups = list(groups.values())
-        self._copies_key = (structure, names)
+        self._copies_key = (structure.modules_key, names)
 
     def _forget_copies(self) -> None:
         """Let go of the copies' memory: the next `take` copies into new memory."""
@@ -326,6 +336,25 @@ class Snapshot:
         if self._steps_to_verify:
             self.changes.update(self.changed())
             self._steps_to_verify -= 1
+
+    def not_restored(self) -> list[str]:
+        """Return the names of what the first steps have changed, and of which `take` makes no copy: it is too large."""
+        held = self._structure.held
+        too_large = {*held.too_large_containers(), *held.too_large_values().values()}
+        return sorted(too_large & self.changes)
+
+    def fingerprints_of_held(self, names: Collection[str]) -> dict[str, Any]:
+        """Return fingerprints of the containers, and the attributes of held objects, that have these names."""
+        structure = self._structure
+        holder_names = structure.holder_names[len(structure.registries) :]
+        fingerprints = {}
+        for holder_name, attributes in zip(holder_names, (*structure.attributes, *structure.objects), strict=True):
+            for name, value in attributes.items():
+                whole_name = joined(holder_name, name)
+                is_held = holder_name in structure.held.attributes or whole_name in structure.held.containers
+                if is_held and whole_name in names:
+                    fingerprints[whole_name] = fingerprint(value)
+        return fingerprints
 
     def add_written(self, names: Iterable[str]) -> None:
         """Add parameters that a forward is known to write: here, on another rank or in an earlier process."""
@@ -415,15 +444,7 @@ class Snapshot:
         """
         rarely_written = state.structure.rarely_written
         copies = state.copies_by_id()
-        constants = state.constants
-        if not state.checksums:
-            # Only those whose version has changed: a copy may be older than a write that left the version as it was.
-            constants = {}
-            for tensor_id, constant in state.constants.items():
-                if version_of(constant.tensor) != constant.version:
-                    constants[tensor_id] = constant
-
-        self._restore_tensors(dataclasses.replace(state, constants=constants))
+        self._restore_tensors(state)
         self._restore_references(state.structure, state.references)
         self._constants = state.constants  # copies of later versions have the values of later writes
         return [name for name in self.written if name in rarely_written and id(rarely_written[name]) not in copies]
@@ -431,9 +452,11 @@ class Snapshot:
     def _restore_tensors(self, state: State) -> None:
         for leaf, needs_gradient in zip(state.structure.leaves, state.need_gradients, strict=True):
             leaf.requires_grad_(needs_gradient)
-        for constant in state.constants.values():
-            if constant.copy is not None:
-                _restore_tensor(constant.tensor, constant.copy)
+        for tensor, version, constant_copy in state.constants.values():
+            # After the first steps only if the version has changed: a copy may be older than a write that left the
+            # version as it was, such as the optimizer's where an attribute refers to a `weight.data`.
+            if constant_copy is not None and (state.checksums or version_of(tensor) != version):
+                _restore_tensor(tensor, constant_copy)
         for tensor, copy in state.copies:
             _restore_tensor(tensor, copy)
         for array, array_copy in state.arrays:
@@ -458,6 +481,10 @@ class Snapshot:
             plain = _plain_attributes(attributes)
             not_recorded = {name: value for name, value in attributes.items() if name not in plain}
             _refill(attributes, not_recorded | before)
+
+        for container in references.containers:
+            if not container.is_unchanged():
+                container.undo()
 
         for module, is_training in zip(structure.modules, references.training, strict=True):
             module.training = is_training
@@ -576,7 +603,7 @@ def _is_of_data(name: str) -> bool:
 
 
 def _plain_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the plain values, tensors and arrays among an object's attributes, and containers of them; an embedding
-    loss may keep others.
+    """Return the plain values, tensors and arrays among an object's attributes, the user's objects, and containers of
+    all these; an embedding loss may keep others.
     """
     return {name: value for name, value in attributes.items() if is_plain(value)}

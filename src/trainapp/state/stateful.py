@@ -11,25 +11,16 @@ Used by `Snapshot` and by checkpoints.
 
 import copy
 import functools
-import types
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainapp.rng import generator_state, is_generator, set_generator_state
-from trainapp.torch_private import MODULE_ATTRIBUTES, tree_map
-
-DEPTH = 5  # levels of attributes; a data set's transform may own a generator
-MOST_ITEMS = 1000  # of a list or dict; longer ones are treated as tables, unless the first or last item matters
-MOST_OBJECTS = 20_000
-FOREIGN = ("torch", "numpy", "builtins", "pyarrow", "pandas")  # packages whose objects are not searched
-OPEN = ("torch.utils.data",)  # exceptions that are searched: Subset and similar classes hold data sets
-_PLAIN = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
+from trainapp.state.walk import Member, has_state_dict, held_members, moves_at_commit, owns_state, walk
+from trainapp.torch_private import tree_map
 
 
 class Owner(NamedTuple):
@@ -82,7 +73,7 @@ class Stateful:
         visited: set[int] = set()
         for root_name, root in self.roots.items():
             kind = _kind(root_name)
-            for member in walk(root, root_name, visited):
+            for member in state_members(root, root_name, visited):
                 self._add(member, kind)
 
     def plain_tasks(self) -> dict[str, Any]:
@@ -93,7 +84,7 @@ class Stateful:
                 tasks[name] = root
         return tasks
 
-    def _add(self, member: "Member", kind: str) -> None:
+    def _add(self, member: Member, kind: str) -> None:
         """Add the owners that a member is: of a module its extra state and, outside of the model, its state dict."""
         value = member.value
         if isinstance(value, nn.Module):
@@ -123,99 +114,14 @@ def _kind(root_name: str) -> str:
     return root_name
 
 
-class Member(NamedTuple):
-    """A module, a tensor or an owner of state that `walk` has reached."""
-
-    name: str
-    value: Any
-    is_submodule: bool = False  # registered in a module that was reached before it
-
-
-def walk(value: Any, name: str, visited: set[int], depth: int = 0) -> Iterator[Member]:
-    """Yield every module, tensor and owner of state among an object, its attributes and what they hold.
-
-    Args:
-        value: the object.
-        name: its name, with which the names of its members begin.
-        visited: ids of objects that were searched before, to which these are added. Tensors are yielded in each place.
-        depth: its level below the root.
+def state_members(root: Any, name: str, visited: set[int]) -> Iterator[Member]:
+    """Yield every module, tensor and owner of state among an object, its attributes and what they hold: see `walk`.
+    Of what moves at a step's commit as a whole, only tensors.
     """
-    # Leaves of the search.
-    if isinstance(value, Tensor):
-        yield Member(name, value)
-    if isinstance(value, (Tensor, *_PLAIN)) or id(value) in visited or len(visited) > MOST_OBJECTS:
-        return
-    visited.add(id(value))
-
-    # The object itself.
-    if isinstance(value, nn.Module):
-        yield from _walk_module(value, name, visited, depth)
-        return
-    if _owns_state(value):
-        yield Member(name, value)
-    if depth >= DEPTH:
-        return
-
-    # What it holds.
-    is_one_owner = moves_at_commit(value)  # of everything it holds except tensors
-    for part, child in children(value):
-        child_name = f"{name}.{part}" if part else name
-        for member in walk(child, child_name, visited, depth + 1):
-            if isinstance(member.value, Tensor) or not is_one_owner:
-                yield member
-
-
-def _walk_module(module: nn.Module, name: str, visited: set[int], depth: int) -> Iterator[Member]:
-    """Yield a module, its submodules, and what is in their attributes but not registered."""
-    # Mark all of them first: an attribute may refer to a registered submodule.
-    submodules = list(module.named_modules())
-    visited.update(id(submodule) for _, submodule in submodules)
-    for path, submodule in submodules:
-        submodule_name = f"{name}.{path}" if path else name
-        yield Member(submodule_name, submodule, is_submodule=submodule is not module)
-        for attribute, child in list(vars(submodule).items()):
-            if attribute not in MODULE_ATTRIBUTES:
-                yield from walk(child, f"{submodule_name}.{attribute}", visited, depth + 1)
-
-
-def children(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what an object holds, by name: attributes, items, arguments that are bound to a function."""
-    if isinstance(value, (list, tuple, deque, set, frozenset)):
-        items = list(value)
-        if not _is_table(items):
-            for index, item in enumerate(items):
-                yield str(index), item
-    elif isinstance(value, dict):
-        if not _is_table(list(value.values())):
-            for key, item in list(value.items()):
-                yield str(key), item
-    elif isinstance(value, functools.partial):
-        yield "", value.func
-        yield from children((*value.args, *value.keywords.values()))
-    elif isinstance(value, types.MethodType):
-        yield "", value.__self__
-    elif isinstance(value, types.FunctionType):
-        # The variables of its closure.
-        for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            if cell != types.CellType():  # one that is not filled yet
-                yield variable, cell.cell_contents
-        yield from vars(value).items()
-    elif not isinstance(value, (type, types.ModuleType)):
-        module_name = type(value).__module__
-        if module_name.partition(".")[0] not in FOREIGN or module_name.startswith(OPEN):
-            yield from list(getattr(value, "__dict__", {}).items())
-
-
-def _is_table(items: list[Any]) -> bool:
-    """Return whether these are rows of data, too many to be searched."""
-    if len(items) <= MOST_ITEMS:
-        return False
-    ends = (items[0], items[-1])
-    return not any(isinstance(item, (Tensor, nn.Module)) or _owns_state(item) for item in ends)
-
-
-def _owns_state(value: Any) -> bool:
-    return is_generator(value) or has_state_dict(value)
+    for member in walk(root, name, visited, held_members):
+        is_owner = isinstance(member.value, nn.Module) or owns_state(member.value)
+        if isinstance(member.value, Tensor) or (is_owner and not member.is_within_owner):
+            yield member
 
 
 def held_tensors(roots: Iterable[Any]) -> Iterator[Tensor]:
@@ -224,7 +130,7 @@ def held_tensors(roots: Iterable[Any]) -> Iterator[Tensor]:
     """
     visited: set[int] = set()
     for root in roots:
-        for member in walk(root, "", visited):
+        for member in state_members(root, "", visited):
             tensors: list[Tensor] = []
             if isinstance(member.value, Tensor):
                 tensors.append(member.value)
@@ -237,19 +143,6 @@ def held_tensors(roots: Iterable[Any]) -> Iterator[Tensor]:
 
 
 # --- predicates
-
-
-def has_state_dict(value: Any) -> bool:
-    """Return whether the object's class has `state_dict` and `load_state_dict`."""
-    kind = type(value)
-    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
-
-
-def moves_at_commit(value: Any) -> bool:
-    """Return whether the object declares that its state, including everything it holds, changes only at a step's
-    commit.
-    """
-    return getattr(type(value), "moves_at_commit", False) is True
 
 
 def has_extra_state(module: nn.Module) -> bool:

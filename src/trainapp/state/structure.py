@@ -1,17 +1,24 @@
 """The modules, tensors and attributes that a `Snapshot` records, collected once."""
 
+import copy
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainapp.state.held import HeldObjects
 from trainapp.state.stateful import can_be_restored, memory_of
+from trainapp.state.walk import joined
 from trainapp.torch_private import is_shard, local, non_persistent_buffers, registries_of
 
 _LIBRARIES = ("torch.", "trainapp.")  # whose modules keep their state in buffers
 REGISTRIES = 3  # of each module, in this order: parameters, buffers, submodules
 Shards = Mapping[tuple[int, str], Tensor]  # by the id of the registry and the name in it
+
+
+class ModulesKey:
+    """What structures of the same modules and tensors have in common, however much the objects in them may differ."""
 
 
 class Structure:
@@ -25,6 +32,7 @@ class Structure:
     """
 
     def __init__(self, roots: Mapping[str, nn.Module], objects: Mapping[str, Any], shards: Shards):
+        self.modules_key = ModulesKey()
         # Each module once, though several roots may hold it.
         named_modules = _named_modules(roots)
         module_by_id = {id(module): module for _, module in named_modules}
@@ -37,15 +45,17 @@ class Structure:
         # The attributes of the user's modules and objects.
         users_modules = [module for module in self.modules if not type(module).__module__.startswith(_LIBRARIES)]
         self.attributes: list[dict[str, Any]] = [vars(module) for module in users_modules]
-        self.objects: list[dict[str, Any]] = [vars(value) for value in objects.values()]
 
         # Whose registry or attributes each is, in the order of `registries`, `attributes` and `objects`.
         name_by_module = {id(module): name for name, module in named_modules}
-        self.holder_names: list[str] = []
+        names: list[str] = []
         for module in self.modules:
-            self.holder_names.extend([name_by_module[id(module)]] * REGISTRIES)
-        self.holder_names.extend(name_by_module[id(module)] for module in users_modules)
-        self.holder_names.extend(objects)
+            names.extend([name_by_module[id(module)]] * REGISTRIES)
+        names.extend(name_by_module[id(module)] for module in users_modules)
+        self._names_before_held = [*names, *objects]
+        self._roots = roots
+        self._objects = objects
+        self._find_held()
 
         # For a quick comparison with what the modules hold later.
         self.non_empty_registries = [registry for registry in self.registries if registry]
@@ -64,17 +74,30 @@ class Structure:
         # Not copied in every step: their writes are found by version counters and checksums.
         self.rarely_written = {**self.parameters, **self.constants}
 
+    def _find_held(self) -> None:
+        """Find what modules and objects hold, and set what depends on it."""
+        self.held = HeldObjects(self._roots, self._objects)
+        self.objects: list[dict[str, Any]] = [vars(value) for value in self._objects.values()]
+        self.objects.extend(self.held.attributes.values())
+        self.holder_names = [*self._names_before_held, *self.held.attributes]
+
+    def with_current_held(self) -> "Structure":
+        """Return the same structure with what modules and objects hold now. Records of this one stay valid."""
+        structure = copy.copy(self)
+        structure._find_held()
+        return structure
+
     def _collect_tensors(self, module_name: str, module: nn.Module, shards: Shards, collected: set[int]) -> None:
         """Add the parameters and buffers of one module that were not `collected` under another name."""
         parameters, buffers, _ = registries_of(module)
         for name, parameter in _new_tensors(parameters, shards, collected):
             self.leaves.append(parameter)
-            self.parameters[_joined(module_name, name)] = _local_memory(parameter)
+            self.parameters[joined(module_name, name)] = _local_memory(parameter)
 
         outside_state_dict = non_persistent_buffers(module)
         for name, buffer in _new_tensors(buffers, shards, collected):
             tensors = self.constants if name in outside_state_dict else self.buffers
-            tensors[_joined(module_name, name)] = _local_memory(buffer)
+            tensors[joined(module_name, name)] = _local_memory(buffer)
 
 
 def find_shards(modules: Collection[nn.Module]) -> Shards:
@@ -96,12 +119,8 @@ def _named_modules(roots: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]
     named_modules = []
     for root_name, root in roots.items():
         for path, module in root.named_modules():
-            named_modules.append((_joined(root_name, path), module))
+            named_modules.append((joined(root_name, path), module))
     return named_modules
-
-
-def _joined(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
 
 
 def _new_tensors(registry: dict[str, Any], shards: Shards, collected: set[int]) -> Iterator[tuple[str, Tensor]]:

@@ -5,21 +5,25 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
-from trainapp.draws.record import TopicKind
+from trainapp.draws.record import GLOBALS, TopicKind
 from trainapp.errors import TrainingStopped
 from trainapp.losses.losses import has_embeddings
 from trainapp.models.inspect import batchnorms, instead_of_batchnorm, per_sample_buffers
 from trainapp.state.checksum import checksum
+from trainapp.state.contents import MOST_BYTES
+from trainapp.state.held import MOST_COPIED_ITEMS
 from trainapp.torch_private import is_shard
 from trainapp.training.phase import UpdateContext
 from trainapp.training.session import Session
-from trainapp.units import listed
+from trainapp.units import bytes_text, listed
 
 
-def warn_of_padding(session: Session) -> None:
-    """Warn before the first step of results that depend on the padding, as the check of the loss has found."""
+def warn_of_trials(session: Session) -> None:
+    """Warn before the first step of what trial calls have found: results that depend on the padding, and global
+    variables that a forward writes.
+    """
     for topic, text in session.engine.draw_record.depends.items():
-        if TopicKind.PADDING.includes(topic):
+        if topic == GLOBALS or TopicKind.PADDING.includes(topic):
             session.tracker.warn_once(text, topic=topic)
 
 
@@ -41,6 +45,20 @@ def warn_of_dependence(session: Session, context: UpdateContext) -> None:
         for topic, text in record.depends.items():
             session.tracker.warn_once(f"step {context.step_number}: {text}", topic=topic)
     _report_shared_draws(session)
+    _warn_of_what_is_not_restored(session, context)
+
+
+def _warn_of_what_is_not_restored(session: Session, context: UpdateContext) -> None:
+    """Say once which containers and objects a retry cannot restore."""
+    names = session.snapshot.not_restored()
+    if names:
+        session.tracker.warn_once(
+            f"step {context.step_number}: the forward writes {listed(names)}, too large to be copied in every step "
+            f"(together more than {MOST_COPIED_ITEMS:,} items, or {bytes_text(MOST_BYTES)} of tensors and arrays): a "
+            "step that is retried after an out-of-memory error finds there what its failed attempt has written; keep "
+            "less in it, or keep it in a buffer of the model",
+            topic="not restored",
+        )
 
 
 def _record_writes(session: Session, size: int, is_cut_here: bool) -> None:
@@ -72,6 +90,7 @@ def _record_writes(session: Session, size: int, is_cut_here: bool) -> None:
     if not session.has_compared_ranks:
         session.has_compared_ranks = True
         _record_differences_of_ranks(session, modules, other_state)
+        _record_objects_of_ranks(session, other_state)
     if other_state and is_cut_here:
         depends["writes"] = (
             f"the forward writes {listed(sorted(other_state))}, once per micro-batch ({size}), not per step: what a "
@@ -112,6 +131,27 @@ def _record_differences_of_ranks(session: Session, modules: Mapping[str, nn.Modu
             f"the forward writes {listed(sorted(differing))}, which differ between ranks: each rank writes them from "
             "its own samples, and a save replaces them by those of rank 0, so that what is computed from them depends "
             "on the ranks; reduce them over all ranks in the forward, or use one rank"
+        )
+
+
+def _record_objects_of_ranks(session: Session, names: Collection[str]) -> None:
+    """Record which of these containers, and attributes of objects such as a replay buffer, differ between ranks.
+    Collective.
+    """
+    if session.ranks.world_size == 1:
+        return
+    fingerprints_by_rank = session.ranks.all_gather_object(session.snapshot.fingerprints_of_held(names))
+    first = fingerprints_by_rank[0]
+    differing = set()
+    for fingerprints in fingerprints_by_rank[1:]:
+        for name in fingerprints.keys() & first.keys():
+            if fingerprints[name] != first[name]:
+                differing.add(name)
+    if differing:
+        session.engine.draw_record.depends["objects of ranks"] = (
+            f"the forward writes {listed(sorted(differing))}, and each rank its own, from its own samples, so that "
+            "what is computed from them depends on the ranks; gather over all ranks what the forward writes there, or "
+            "use one rank"
         )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from trainapp.draws.record import DrawRecord, TopicKind
+from trainapp.draws.record import GLOBALS, DrawRecord, TopicKind
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
 from trainapp.losses.losses import is_built_in
@@ -107,7 +107,7 @@ class ModeCalls:
     @property
     def knows_draws(self) -> bool:
         """Whether it is known which draws are whose. Ask after a call."""
-        return self._layouts is not None and self._record.draws and self._record.depends.keys() <= {SHUFFLED}
+        return self._layouts is not None and self._record.draws and self._record.depends.keys() <= {SHUFFLED, GLOBALS}
 
     def with_other_rounding(self, batch_name: str) -> list[Sums]:
         """Return the results for a batch, computed with other rounding."""

@@ -8,13 +8,14 @@ import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from trainapp.draws.record import GLOBALS, DrawRecord
 from trainapp.errors import summary_of
 from trainapp.losses.losses import CheckedTask
 from trainapp.memory.cpu import uncompiled
@@ -81,6 +82,16 @@ class ProbeResult(Generic[T]):
     value: T
     precision: str  # of its probe
     failures: dict[str, str]  # why there is none in a higher precision, by precision
+    written_globals: Collection[str]  # names of the global variables that the calls have written
+
+
+def note_globals(result: ProbeResult[Any], draw_record: DrawRecord) -> None:
+    """Record which global variables the calls have written: what `training.dependence` says before the first step."""
+    if result.written_globals:
+        draw_record.depends[GLOBALS] = (
+            f"the forward writes {listed(sorted(result.written_globals))}, which is part of no checkpoint, and not "
+            "restored when a step is retried; make it a buffer of the model, or return it from a state_dict"
+        )
 
 
 def first_working_result(
@@ -108,7 +119,7 @@ def first_working_result(
         lost = probe.snapshot.lost
         if lost:
             log.warning("a trial call of the task has changed %s in place; frozen, it had no copy", listed(lost))
-        return ProbeResult(value, precision, failures)
+        return ProbeResult(value, precision, failures, probe.written_globals)
     raise ValueError("no way to call the task")
 
 

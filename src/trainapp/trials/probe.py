@@ -150,6 +150,11 @@ class TaskProbe:
             self.snapshot.restore()
             self._contents.restore()
 
+    @property
+    def written_globals(self) -> Collection[str]:
+        """The names of the global variables that the calls have written."""
+        return self._contents.written_globals
+
     def _copy_to_device(self, tensor: Tensor) -> Tensor:
         dtype = self.dtype if tensor.is_floating_point() else None
         return tensor.to(self.device, dtype, copy=True)

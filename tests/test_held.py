@@ -1,0 +1,135 @@
+"""Lists, dicts and sets that modules and tasks hold, and objects without a state dict: restored with the step."""
+
+from collections import OrderedDict, defaultdict, deque
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trainapp.state import held
+from trainapp.state.snapshot import Snapshot
+from trainapp.state.stateful import Stateful
+
+
+class Pool:
+    """A replay buffer with every kind of content."""
+
+    def __init__(self):
+        self.rows, self.seen, self.counts = [torch.zeros(2)], {1}, defaultdict(int, a=1)
+        self.recent = deque([1, 2], maxlen=2)
+        self.order = OrderedDict(a=1, b=2)
+        self.table, self.weights, self.total = torch.zeros(3), np.zeros(2), 0
+        self.inner = None
+
+    def push(self, value):
+        self.rows.append(value)
+        self.seen.add(value)
+        self.counts["b"] += 1
+        self.recent.append(value)
+        self.order.move_to_end("a")
+        self.table += 1
+        self.weights += 1
+        self.total += 1
+        self.inner = self.inner or Pool()
+        self.late = [value]
+
+    def facts(self):
+        values = vars(self) | {"table": self.table.tolist(), "weights": self.weights.tolist(), "order": [*self.order]}
+        return repr(values)
+
+
+class Task:
+    """A task that holds some: in an attribute, a list, and a closure."""
+
+    def __init__(self, pool):
+        self.pool, self.pools = pool, [Pool()]
+        self.push_to_closure = self.closure(Pool())
+
+    @staticmethod
+    def closure(pool):
+        return lambda value: (pool.push(value), pool)[1]
+
+    def pushed(self, value):
+        pools = [self.pool, *self.pools, self.push_to_closure(value)]
+        for pool in pools[:-1]:
+            pool.push(value)
+        return pools
+
+
+@pytest.mark.parametrize("verified", [0, 2])
+def test_contents_are_restored_in_place_and_anew_in_each_step(verified):
+    task = Task(Pool())
+    snapshot = Snapshot.of(Stateful(model=nn.Linear(1, 1), task=task), verified)
+    pools = task.pushed(0)
+    for value in range(1, 6):
+        snapshot.take()
+        before = [pool.facts() for pool in pools]
+        for _ in range(2):  # any number of times
+            task.pushed(value)
+            task.pushed(value)
+            snapshot.restore()
+            assert [pool.facts() for pool in pools] == before
+        task.pushed(value)
+        snapshot.record_step_writes()
+    assert len(pools[0].rows) == 7
+
+
+def test_what_a_step_adds_or_replaces_is_found_in_the_next():
+    task = Task(Pool())
+    snapshot = Snapshot.of(Stateful(task=task), verified=0)
+    snapshot.take()
+    task.pool, task.queue = Pool(), [1]
+    task.pools.append(Pool())
+    snapshot.take()
+    task.pool.push(1)
+    task.pools[1].push(1)
+    task.queue.append(2)
+    snapshot.restore()
+    assert (task.pool.total, task.pools[1].total, task.queue) == (0, 0, [1])
+
+
+def test_nothing_is_looked_at_twice_where_nothing_is_held():
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    objects = held.HeldObjects({"model": model}, {})
+    assert (objects.containers, objects.attributes) == ({}, {})
+
+
+def test_what_the_first_steps_change_is_named():
+    task = Task(Pool())
+    snapshot = Snapshot.of(Stateful(task=task))
+    for _ in range(2):
+        snapshot.take()
+        task.pushed(1)
+        snapshot.record_step_writes()
+    assert {"task.pool.rows", "task.pool.table", "task.pools.0.total", "task.pool.late"} <= snapshot.changes
+    assert snapshot.not_restored() == []
+
+
+def test_what_is_too_large_is_left_as_it_is_and_named_if_it_changes(monkeypatch):
+    monkeypatch.setattr(held, "MOST_COPIED_ITEMS", 100)
+    monkeypatch.setattr(held, "MOST_BYTES", 1000)
+    task = Task(Pool())
+    task.pool.rows, task.pool.vocabulary = list(range(101)), list(range(200))
+    task.pool.table, task.pool.constant = torch.zeros(1000), torch.zeros(1000)
+    snapshot = Snapshot.of(Stateful(task=task))
+    snapshot.take()
+    task.pool.push(1)
+    snapshot.record_step_writes()
+    snapshot.restore()
+    assert (len(task.pool.rows), task.pool.table[0], task.pool.total) == (102, 1, 0)
+    assert snapshot.not_restored() == ["task.pool.rows", "task.pool.table"]
+
+
+def test_a_recomputation_sees_containers_as_they_were():
+    model = nn.Sequential(nn.Linear(1, 1))
+    model.__class__ = type("Own", (nn.Sequential,), {"__module__": "own"})
+    model.seen = [1]
+    snapshot = Snapshot.of(Stateful(model=model), verified=0)
+    snapshot.take()
+    state = snapshot.released()
+    model.seen.append(2)
+    with snapshot.replayed(state):
+        assert model.seen == [1]
+        model.seen.append(2)
+    assert model.seen == [1, 2]
