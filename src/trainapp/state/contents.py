@@ -4,6 +4,7 @@ A `Snapshot` restores what the state of a run is made of. A trial of a task, bef
 in anything else, either: a replay buffer that is an object with a list, or a global variable.
 """
 
+import argparse
 import functools
 import sys
 import types
@@ -20,12 +21,17 @@ from trainapp.torch_private import MODULE_ATTRIBUTES, version_of
 
 MOST_BYTES = 64 * 2**20  # of tensors and arrays that are copied
 FOREIGN_PACKAGES = {*FOREIGN, *sys.stdlib_module_names, "trainapp", "transformers"}
-_SEARCHED = (Tensor, np.ndarray, nn.Module, list, tuple, dict, set, deque, functools.partial, types.MethodType)
+NAMESPACES = (argparse.Namespace, types.SimpleNamespace)  # a script's settings, in which it counts its steps
+_SEARCHED = (
+    *(Tensor, np.ndarray, nn.Module, list, tuple, dict, set, deque, functools.partial, types.MethodType),
+    *NAMESPACES,
+)
 
 
 class Contents:
-    """The contents of everything mutable that is reached from some objects: attributes, containers, the variables of
-    closures, and global variables that functions of the user's read. Tensors of modules are left to a `Snapshot`.
+    """The contents of everything mutable that is reached from some objects: attributes, also of the user's classes,
+    containers, the variables of closures, and global variables that functions of the user's read. Tensors of modules
+    are left to a `Snapshot`.
 
     Args:
         roots: a model, a task: objects or functions.
@@ -64,6 +70,8 @@ class Contents:
         elif isinstance(value, types.FunctionType):
             names = _global_names(value.__code__)
             self._undo.append(_Rebind(value.__globals__, names))
+        elif isinstance(value, type):
+            self._undo.append(_SetAttributes(value))
         elif not isinstance(value, nn.Module) and isinstance(getattr(value, "__dict__", None), dict):
             self._undo.append(_Refill(vars(value), dict(vars(value))))
 
@@ -118,6 +126,22 @@ class _Rebind:
                 self.variables[name] = value
 
 
+class _SetAttributes:
+    """Gives the attributes of a class their former values."""
+
+    def __init__(self, kind: type):
+        self.kind = kind
+        self.values = _class_attributes(kind)
+
+    def __call__(self) -> None:
+        values_now = _class_attributes(self.kind)
+        for name in values_now.keys() - self.values.keys():
+            delattr(self.kind, name)
+        for name, value in self.values.items():
+            if name not in values_now or values_now[name] is not value:
+                setattr(self.kind, name, value)
+
+
 class _Overwrite:
     """Gives a tensor or an array its former values."""
 
@@ -129,6 +153,8 @@ class _Overwrite:
     def __call__(self) -> None:
         if not isinstance(self.value, Tensor):
             self.value[...] = self.copy
+        elif type(self.value) in (Tensor, nn.Parameter):
+            self.value.data.copy_(self.copy)  # always: a write through `.data` leaves the version as it was
         elif version_of(self.value) != self.version:
             with torch.no_grad():
                 self.value.copy_(self.copy)
@@ -136,7 +162,7 @@ class _Overwrite:
 
 
 def _held_by(value: Any) -> Iterator[Any]:
-    """Yield what an object holds, and the functions of its class."""
+    """Yield what an object holds, and the functions and attributes of its class."""
     if isinstance(value, nn.Module):
         for name, attribute in list(vars(value).items()):
             if name not in MODULE_ATTRIBUTES:
@@ -151,8 +177,19 @@ def _held_by(value: Any) -> Iterator[Any]:
                 yield value.__globals__[name]
     elif isinstance(value, type):
         yield from (function for function in vars(value).values() if isinstance(function, types.FunctionType))
+        yield from _class_attributes(value).values()
     else:
         yield from type(value).__mro__
+
+
+def _class_attributes(kind: type) -> dict[str, Any]:
+    """Return the values that a class's own attributes have, without methods, properties and what Python itself sets."""
+    attributes = {}
+    for name, value in vars(kind).items():
+        is_special = name.startswith("__") and name.endswith("__")
+        if not is_special and not hasattr(type(value), "__get__"):
+            attributes[name] = value
+    return attributes
 
 
 def _global_names(code: types.CodeType) -> set[str]:
