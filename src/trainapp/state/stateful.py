@@ -136,7 +136,9 @@ class Stateful:
 
 def _tensor_names(module: nn.Module) -> set[str]:
     """Return the names of a module's parameters and buffers, in its submodules too."""
-    return {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    parameters = module.named_parameters(remove_duplicate=False)
+    buffers = module.named_buffers(remove_duplicate=False)
+    return {name for name, _ in (*parameters, *buffers)}
 
 
 def _kind(root_name: str) -> str:
