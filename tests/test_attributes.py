@@ -1,5 +1,6 @@
 """Which attributes of a model and of tasks training has changed."""
 
+import argparse
 from collections import deque
 
 import numpy as np
@@ -58,6 +59,19 @@ def test_what_differs_from_the_newly_built_objects_is_named():
     model.cache = {2: [torch.ones(2)]}
     changed = ["cache", "states", "steps", "task.counts", "task.hidden", "task.recent", "task.teacher.0.steps"]
     assert attributes.changed() == changed
+
+
+def test_a_module_that_a_task_makes_later_is_named():
+    """No checkpoint has it; the model, to which a task may refer, is in all of them."""
+    model = Model()
+    task = Task(model)
+    task.built, task.late, task.args = Model(), None, argparse.Namespace(step=0)
+    attributes = Attributes(Stateful(model=model, task=task))
+    task.model = model
+    assert attributes.changed() == []
+    task.late = Model()
+    task.args.step += 1
+    assert attributes.changed() == ["task.args.step", "task.late"]
 
 
 def test_a_task_with_a_state_dict_answers_for_itself():

@@ -1,5 +1,6 @@
 """What a forward may change, and the return to it."""
 
+import copy
 import random
 from collections import deque
 from typing import NamedTuple
@@ -286,6 +287,43 @@ def test_plain_attributes_of_a_task_are_restored():
     assert (task.calls, task.mean.tolist(), task.by_half.tolist()) == (1, [1, 1], [0, 1])
     assert task.mean is alias
     assert not hasattr(task, "new")
+
+
+class MeanTeacher:
+    """A loss that copies the model in its first call, since only then there is one, and averages its weights."""
+
+    def __call__(self, model):
+        if not hasattr(self, "teacher"):
+            self.teacher = copy.deepcopy(model).requires_grad_(False)
+        for weight, average in zip(model.parameters(), self.teacher.parameters(), strict=True):
+            average.data.mul_(0.5).add_(weight.data)
+
+
+def test_a_module_that_a_task_makes_in_its_first_call_is_restored():
+    model, task = nn.Linear(2, 2), MeanTeacher()
+    snapshot = Snapshot.of(Stateful(model=model, task=task))
+    snapshot.take()
+    task(model)
+    snapshot.restore()  # the first step fails: nothing is left of its teacher
+    assert not hasattr(task, "teacher")
+
+    for _ in range(2):
+        snapshot.take()
+        task(model)
+        snapshot.record_step_writes()
+    names = ["task.teacher.bias", "task.teacher.weight"]
+    assert sorted(snapshot.changes) == sorted(snapshot.written) == names
+
+    snapshot.take()
+    teacher = task.teacher
+    before = teacher.weight.clone()
+    for _ in range(2):
+        task(model)
+        task.teacher = nn.Linear(2, 2)
+        snapshot.restore()
+        assert task.teacher is teacher
+        assert torch.equal(teacher.weight, before)
+    assert not snapshot.lost
 
 
 def test_the_contents_of_containers_are_compared():

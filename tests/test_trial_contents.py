@@ -1,6 +1,9 @@
 """What trial calls leave as it was: containers, objects and global variables."""
 
+import argparse
 import collections
+import types
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -86,3 +89,42 @@ def test_what_is_reached_only_as_a_global_variable_is_named():
     assert contents.written_globals == {
         f"the global variable test_trial_contents.{name}" for name in ("COUNT", "QUEUE")
     }
+
+
+class Counted:
+    """A task that counts its calls where scripts do: in a namespace, in its class, through `.data`."""
+
+    calls = 0
+    by_kind: ClassVar[dict[str, int]] = {}
+
+    def __init__(self):
+        self.args = argparse.Namespace(step=0)
+        self.state = types.SimpleNamespace(step=0)
+        self.center = Center()
+
+    def __call__(self):
+        self.args.step += 1
+        self.state.step += 1
+        Counted.calls += 1
+        Counted.first = True
+        Counted.by_kind["loss"] = 1
+        self.center.values.data.mul_(2)
+
+
+class Center:
+    """A held object with a tensor."""
+
+    def __init__(self):
+        self.values = torch.ones(2)
+
+
+def test_namespaces_classes_and_writes_through_data_are_put_back():
+    task = Counted()
+    contents = Contents(task)
+    for _ in range(2):
+        task()
+        assert (task.args.step, Counted.calls, Counted.by_kind) == (1, 1, {"loss": 1})
+        contents.restore()
+        assert (task.args.step, task.state.step) == (0, 0)
+        assert (Counted.calls, Counted.by_kind, hasattr(Counted, "first")) == (0, {}, False)
+        assert task.center.values.tolist() == [1, 1]

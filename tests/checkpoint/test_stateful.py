@@ -107,3 +107,12 @@ def test_another_task_starts_from_its_initial_state_and_says_so(tmp_path, caplog
     runs.run(tmp_path, *MLP, "task=writing_models.QueueTask", "train.max_steps=2")
     runs.run(tmp_path, *MLP, "train.max_steps=3")
     assert "state of task, task.meters.seen, task.noise.0: it starts from its initial state" in caplog.text
+
+
+def test_a_teacher_that_a_task_makes_in_its_first_call_is_left_out(tmp_path, caplog):
+    """A new task has none to fill: the checkpoint could not be loaded."""
+    settings = (*MLP, "task=writing_models.LateTeacher", "every.save=2", "batch.micro_size=16")
+    runs.run(tmp_path, *settings, "train.max_steps=2")
+    assert "does not hold what training changes in task.teacher.head.bias" in caplog.text
+    assert list(runs.saved(tmp_path, 2)["stateful"][0]["task"]) == ["scale"]
+    assert runs.run(tmp_path, *settings, "train.max_steps=3").steps == 3

@@ -3,6 +3,7 @@
 Each result depends on what was changed, and what is changed depends on how often the forward ran.
 """
 
+import copy
 import itertools
 import random
 from collections import deque
@@ -424,3 +425,20 @@ class Sums(nn.Module):
 def squares(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int, dict[str, Tensor]]:
     outputs = model(batch["inputs"], batch["column"], batch["first"])
     return (outputs - batch["targets"]).square().sum(), len(outputs), {}
+
+
+class LateTeacher(nn.Module):
+    """A mean teacher that a task copies from the model in its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher: nn.Module | None = None
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int, dict[str, Tensor]]:
+        if self.teacher is None:
+            self.teacher = copy.deepcopy(model).requires_grad_(False)
+        losses = (model(batch["inputs"]) - self.teacher(batch["inputs"])).square().mean(1)
+        for weight, average in zip(model.parameters(), self.teacher.parameters(), strict=True):
+            average.data.mul_(0.9).add_(weight.data, alpha=0.1)
+        return (self.scale * losses).sum(), len(losses), {}

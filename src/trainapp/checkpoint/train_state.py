@@ -198,9 +198,9 @@ class TrainState:
 
     def not_saved(self) -> list[str]:
         """Return the names of changes by training that a checkpoint does not hold: tensors that are left out of the
-        model's state, and attributes of the model and of tasks.
+        states of the model and of other modules, and attributes of the model and of tasks.
         """
-        return self.model_state.left_out() + self.attributes.changed()
+        return self.model_state.left_out() + self.stateful.left_out() + self.attributes.changed()
 
     def follow(self, saved: dict[str, Any], sizes: Sizes) -> None:
         """Allocate memory for the saved tensors, before they are read into `tensors`.

@@ -19,6 +19,7 @@ from trainapp.state.walk import (
     FOREIGN_PACKAGES,
     LIBRARIES,
     MOST_ITEMS,
+    NAMESPACES,
     Member,
     attributes_of_module,
     has_state_dict,
@@ -63,13 +64,19 @@ class Attributes:
         return names
 
     def _fingerprints(self) -> dict[str, Any]:
-        """Return the fingerprint of each attribute by its name. An object that only holds others has none."""
-        kinds = (Tensor, np.ndarray, *CONTAINERS, *_PLAIN)
+        """Return the fingerprint of each attribute by its name. An object that only holds others has none, nor has a
+        module that was there when the run was built: a checkpoint has it.
+        """
+        kinds = (Tensor, np.ndarray, nn.Module, *CONTAINERS, *_PLAIN)
         storages = self._storages_of_modules()
+        built_modules: set[nn.Module] = set()
+        for root in self._roots().values():
+            built_modules.update(root.modules())
         fingerprints = {}
         for name, attributes in self._holders():
             for attribute, value in attributes.items():
-                if isinstance(value, kinds):
+                is_built = isinstance(value, nn.Module) and value in built_modules
+                if isinstance(value, kinds) and not is_built:
                     fingerprints[joined(name, attribute)] = fingerprint(value, storages)
         return fingerprints
 
@@ -129,7 +136,7 @@ def _is_plain_object(value: Any) -> bool:
     """
     if isinstance(value, (nn.Module, Tensor, type, *CONTAINERS)) or hasattr(value, "__getitem__"):
         return False
-    is_of_user = type(value).__module__.partition(".")[0] not in FOREIGN_PACKAGES
+    is_of_user = type(value).__module__.partition(".")[0] not in FOREIGN_PACKAGES or isinstance(value, NAMESPACES)
     return is_of_user and isinstance(getattr(value, "__dict__", None), dict) and not has_state_dict(value)
 
 

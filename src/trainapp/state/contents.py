@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainapp.state.checksum import checksum
 from trainapp.state.stateful import can_be_restored
 from trainapp.state.walk import Member, global_names, held_members, is_foreign, walk
-from trainapp.torch_private import version_of
 
 MOST_BYTES = 64 * 2**20  # of tensors and arrays that are copied
 CONTAINERS = (list, deque, set, dict)  # that can be filled anew
@@ -25,8 +25,9 @@ _GLOBAL = "the global variable "  # how names of global variables begin
 
 
 class Contents:
-    """The contents of everything mutable that is reached from some objects: attributes, containers, the variables of
-    closures, and global variables that functions of the user's read. Tensors of modules are left to a `Snapshot`.
+    """The contents of everything mutable that is reached from some objects: attributes, also of the user's classes,
+    containers, the variables of closures, and global variables that functions of the user's read. Tensors of modules
+    are left to a `Snapshot`.
 
     Args:
         roots: a model, a task: objects or functions.
@@ -69,6 +70,8 @@ class Contents:
             self._record_values(member, value.nbytes if value.flags.writeable else 0)
         elif isinstance(value, types.FunctionType):
             self._records.append(_Rebind(value))
+        elif isinstance(value, type):
+            self._records.append(_ClassAttributes(value))
         elif is_users_object(value):
             self._records.append(Refill(member.name, vars(value)))
 
@@ -77,7 +80,8 @@ class Contents:
         value = member.value
         is_filled = True
         if isinstance(value, Tensor):
-            is_filled = can_be_restored(value) and value.grad_fn is None and not value.is_nested
+            has_bits = type(value) in (Tensor, nn.Parameter) and not value.is_meta and not value.is_nested
+            is_filled = has_bits and can_be_restored(value) and value.grad_fn is None
         if 0 < size <= self._bytes_left and is_filled:
             self._bytes_left -= size
             self._records.append(_Overwrite(member.name, value))
@@ -154,29 +158,54 @@ class _Rebind:
         self.variables.update(self._changed())
 
 
+class _ClassAttributes:
+    """The attributes of a class of the user's."""
+
+    def __init__(self, users_class: type):
+        self.users_class = users_class
+        self.values = _attributes_of_class(users_class)
+
+    def names(self) -> Collection[str]:
+        values_now = _attributes_of_class(self.users_class)
+        names = []
+        for name in self.values | values_now:
+            if name not in self.values or values_now.get(name) is not self.values[name]:
+                names.append(_name_of_class_attribute(self.users_class, name))
+        return names
+
+    def is_unchanged(self) -> bool:
+        return not self.names()
+
+    def undo(self) -> None:
+        values_now = _attributes_of_class(self.users_class)
+        for name in values_now.keys() - self.values.keys():
+            delattr(self.users_class, name)
+        for name, value in self.values.items():
+            if values_now.get(name, self) is not value:  # no attribute is this record
+                setattr(self.users_class, name, value)
+
+
 class _Overwrite:
     """The values of a tensor or an array."""
 
     def __init__(self, name: str, value: Any):
         self.name = name
         self.value: Any = value
-        self.version = version_of(value) if isinstance(value, Tensor) else None
         self.copy: Any = value.detach().clone() if isinstance(value, Tensor) else value.copy()
 
     def names(self) -> Collection[str]:
         return [self.name]
 
     def is_unchanged(self) -> bool:
-        """Return whether nothing was written: of a tensor by its version, which is cheaper than its values."""
+        """Return whether the bits are the same. A write through `.data` leaves a tensor's version as it was."""
         if isinstance(self.value, Tensor):
-            return version_of(self.value) == self.version
-        return self.value.tobytes() == self.copy.tobytes()  # equal bits: NaN, too
+            return torch.equal(checksum(self.value), checksum(self.copy))
+        return self.value.tobytes() == self.copy.tobytes()
 
     def undo(self) -> None:
         if isinstance(self.value, Tensor):
             with torch.no_grad():
                 self.value.copy_(self.copy)
-            self.version = version_of(self.value)
         else:
             self.value[...] = self.copy
 
@@ -189,7 +218,9 @@ def users_members(member: Member) -> Iterator[Member]:
 
 
 def _members_and_globals(member: Member) -> Iterator[Member]:
-    """Yield what an object of the user's holds, the functions of its class, and global variables that these read."""
+    """Yield what an object of the user's holds, its classes with their functions and attributes, and global variables
+    that functions read.
+    """
     yield from users_members(member)
     value = member.value
     if isinstance(value, types.FunctionType):
@@ -197,12 +228,31 @@ def _members_and_globals(member: Member) -> Iterator[Member]:
             if name in value.__globals__ and not is_foreign(value.__globals__[name]):
                 yield Member(_name_of_global(value.__module__, name), value.__globals__[name])
         return
-    bases = [value] if isinstance(value, type) else type(value).__mro__
-    for users_class in bases:
+    if isinstance(value, type):
+        for attribute in vars(value).values():
+            if isinstance(attribute, types.FunctionType):
+                yield member.child("", attribute)
+        for name, attribute in _attributes_of_class(value).items():
+            if not is_foreign(attribute):
+                yield Member(_name_of_class_attribute(value, name), attribute)
+        return
+    for users_class in type(value).__mro__:
         if not is_foreign(users_class):
-            for function in vars(users_class).values():
-                if isinstance(function, types.FunctionType):
-                    yield member.child("", function)
+            yield member.child("", users_class)
+
+
+def _attributes_of_class(users_class: type) -> dict[str, Any]:
+    """Return the values that a class's own attributes have, without methods, properties and what Python itself sets."""
+    attributes = {}
+    for name, value in vars(users_class).items():
+        is_special = name.startswith("__") and name.endswith("__")
+        if not is_special and not hasattr(type(value), "__get__"):
+            attributes[name] = value
+    return attributes
+
+
+def _name_of_class_attribute(users_class: type, name: str) -> str:
+    return _name_of_global(users_class.__module__, f"{users_class.__qualname__}.{name}")
 
 
 def _name_of_global(module_name: str, name: str) -> str:

@@ -8,6 +8,7 @@
 | lists, dicts and sets that modules and tasks hold; objects that they hold | by shallow copies: `held` |
 | the registered parameters, buffers and submodules; other attributes of the user's modules | by reference |
 | training mode, `requires_grad` | recorded |
+| a module that a task has made since, such as a teacher copied from the model in the first call | as the others |
 | objects with their own state: `get_extra_state`, generators, a task, a data set | by their `Owner` |
 
 Copying every parameter would take the memory of a second model. Instead, the parameter's version counter reveals a
@@ -35,6 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainapp.state.attributes import fingerprint
 from trainapp.state.changes import changed_names, container_fingerprints, has_memory, with_updates
 from trainapp.state.checksum import checksum
 from trainapp.state.contents import Refill
@@ -133,6 +135,8 @@ class Snapshot:
     ) -> None:
         # What is recorded.
         self._roots = modules
+        self._built_modules = {id(module) for root in modules.values() for module in root.modules()}
+        self._modules_made: dict[str, nn.Module] = {}  # by objects since then, by name
         self._owners = dict(owners or {})
         self._objects = objects or {}
         self._shards = find_shards(modules.values())
@@ -183,9 +187,12 @@ class Snapshot:
         self.lost = []
         self._state = None
 
-        # Look at the modules anew if they hold other tensors than in the last `take`.
-        if self._steps_to_verify or not self._is_current(self._structure):
-            self._structure = Structure(self._roots, self._objects, self._shards)
+        # Look at the modules anew if there are others, or if they hold other tensors, than in the last `take`.
+        modules_made = self._find_modules_made()
+        has_new_modules = modules_made != self._modules_made
+        if self._steps_to_verify or has_new_modules or not self._is_current(self._structure):
+            self._modules_made = modules_made
+            self._structure = Structure({**self._roots, **modules_made}, self._objects, self._shards)
         elif self._structure.held.holders and not self._structure.held.is_current():
             self._structure = self._structure.with_current_held()
         structure = self._structure
@@ -227,6 +234,15 @@ class Snapshot:
             checksums=checksums,
             fingerprints=fingerprints,
         )
+
+    def _find_modules_made(self) -> dict[str, nn.Module]:
+        """Return the modules in attributes of objects that were not there when these were built, by name."""
+        modules = {}
+        for name, value in self._objects.items():
+            for attribute, module in vars(value).items():
+                if isinstance(module, nn.Module) and id(module) not in self._built_modules:
+                    modules[f"{name}.{attribute}"] = module
+        return modules
 
     @staticmethod
     def _is_current(structure: Structure) -> bool:
@@ -400,8 +416,8 @@ class Snapshot:
         if state.fingerprints:  # a list may be the same, with other contents
             attributes_before = with_updates(attributes_before, state.fingerprints)
             attributes_now = with_updates(attributes_now, container_fingerprints(structure))
-        values_before = [*before.contents, *attributes_before, before.owner_states]
-        values_now = [*now.contents, *attributes_now, now.owner_states]
+        values_before = [*before.contents, *map(_without_modules, attributes_before), before.owner_states]
+        values_now = [*now.contents, *map(_without_modules, attributes_now), now.owner_states]
         holder_names = [*structure.holder_names, ""]  # names of owners are whole
         with outside_dispatch_modes():
             for holder, old, new in zip(holder_names, values_before, values_now, strict=True):
@@ -603,7 +619,12 @@ def _is_of_data(name: str) -> bool:
 
 
 def _plain_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the plain values, tensors and arrays among an object's attributes, the user's objects, and containers of
-    all these; an embedding loss may keep others.
+    """Return the plain values, tensors, arrays and modules among an object's attributes, the user's objects, and
+    containers of all but modules; an embedding loss may keep others.
     """
-    return {name: value for name, value in attributes.items() if is_plain(value)}
+    return {name: value for name, value in attributes.items() if isinstance(value, nn.Module) or is_plain(value)}
+
+
+def _without_modules(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes that are no modules: what changes of one is in its tensors."""
+    return {name: value for name, value in attributes.items() if not isinstance(value, nn.Module)}

@@ -70,6 +70,7 @@ class Stateful:
         self.roots = {name: root for name, root in roots.items() if root is not None}
         self.owners: dict[str, Owner] = {}
         self.modules: dict[str, nn.Module] = {}
+        self._names_when_built: dict[str, set[str]] = {}  # of the tensors of each module
         visited: set[int] = set()
         for root_name, root in self.roots.items():
             kind = _kind(root_name)
@@ -84,6 +85,24 @@ class Stateful:
                 tasks[name] = root
         return tasks
 
+    def left_out(self) -> list[str]:
+        """Return the names of tensors that forwards have registered in modules outside of the model, such as those of a
+        teacher that a task makes in its first call: a new module would not take them.
+        """
+        names: list[str] = []
+        for root, module in self.modules.items():
+            names.extend(f"{root}.{name}" for name in sorted(self._new_names(root, module)))
+        return names
+
+    def _loadable_state(self, name: str) -> dict[str, Any]:
+        """Return the state dict of a module without what is `left_out`."""
+        module = self.modules[name]
+        new_names = self._new_names(name, module)
+        return {key: value for key, value in module.state_dict().items() if key not in new_names}
+
+    def _new_names(self, name: str, module: nn.Module) -> set[str]:
+        return _tensor_names(module) - self._names_when_built[name]
+
     def _add(self, member: Member, kind: str) -> None:
         """Add the owners that a member is: of a module its extra state and, outside of the model, its state dict."""
         value = member.value
@@ -94,9 +113,9 @@ class Stateful:
                 self.owners[f"{member.name}.extra_state"] = owner
             if not member.is_submodule and value is not self.roots.get("model"):
                 self.modules[member.name] = value
-                self.owners[member.name] = Owner(
-                    value.state_dict, value.load_state_dict, kind, is_restored_elsewhere=True
-                )
+                self._names_when_built[member.name] = _tensor_names(value)
+                get_state = functools.partial(self._loadable_state, member.name)
+                self.owners[member.name] = Owner(get_state, value.load_state_dict, kind, is_restored_elsewhere=True)
         elif is_generator(value):
             get = functools.partial(generator_state, value)
             set_state = functools.partial(set_generator_state, value)
@@ -104,6 +123,13 @@ class Stateful:
         elif has_state_dict(value):
             is_restored_elsewhere = moves_at_commit(value)
             self.owners[member.name] = Owner(value.state_dict, value.load_state_dict, kind, is_restored_elsewhere)
+
+
+def _tensor_names(module: nn.Module) -> set[str]:
+    """Return the names of a module's parameters and buffers, in its submodules too."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    buffers = module.named_buffers(remove_duplicate=False)
+    return {name for name, _ in (*parameters, *buffers)}
 
 
 def _kind(root_name: str) -> str:

@@ -9,6 +9,7 @@
 | `attributes` | the attributes of modules and of the user's own objects | what a checkpoint leaves out |
 """
 
+import argparse
 import functools
 import sys
 import types
@@ -30,9 +31,11 @@ OPEN = ("torch.utils.data",)  # exceptions that are searched: Subset and similar
 FOREIGN_PACKAGES = {*FOREIGN, *sys.stdlib_module_names, "trainapp", "transformers"}
 # Whose modules keep their state in buffers, or whose attributes are caches.
 LIBRARIES = ("torch.", "trainapp.", "transformers.")
+NAMESPACES = (argparse.Namespace, types.SimpleNamespace)  # a script's settings, in which it counts its steps
 _SEARCHED = (
     *(Tensor, np.ndarray, nn.Module, list, tuple, dict, set, deque),
-    *(functools.partial, types.MethodType, types.SimpleNamespace),
+    *(functools.partial, types.MethodType),
+    *NAMESPACES,
 )
 _PLAIN = (str, bytes, int, float, complex, type(None), np.generic)
 
