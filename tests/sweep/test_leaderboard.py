@@ -7,7 +7,7 @@ import pytest
 
 from trainapp.errors import UserError
 from trainapp.launch import launch
-from trainapp.sweep import leaderboard, rows
+from trainapp.sweep import leaderboard, rows, terminal
 from trainapp.sweep.journal import Journal
 from trainapp.sweep.space import Dimension, Space
 
@@ -83,7 +83,7 @@ def test_a_run_that_is_not_done_shows_what_it_has_logged(journal, tmp_path, caps
     with launch.locked(str(tmp_path / "2")):
         found = rows.read_sweep(journal)
     assert (found[2].state, found[2].facts["steps"], found[2].best) == ("running", 3, 0.9)
-    assert leaderboard.best_text(found) == "accuracy 0.9 (job 2)"
+    assert terminal.best_text(found) == "accuracy 0.9 (job 2)"
 
 
 def test_repetitions_are_not_seeds(tmp_path):
