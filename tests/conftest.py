@@ -54,6 +54,7 @@ def pool():
 LONGEST = (
     "test_golden.py",
     "test_pairs.py",
+    "test_sweeps.py",
     "test_faults.py",
     "test_readme.py",
     "test_zoo.py",
@@ -62,6 +63,8 @@ LONGEST = (
     "test_check_gpu.py",
     "test_ranks.py",
     "test_launch.py",
+    "test_signals.py",
+    "test_packaging.py",
     "test_extending.py",
     "test_fuzz.py",
     "test_ranking.py",

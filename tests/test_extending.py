@@ -1,11 +1,10 @@
 """The files and commands of docs/extending.md work as printed."""
 
 import json
-import subprocess
 
 import pytest
-from helpers import ROOT, environment, files, result
-from markdown import commands, with_this_python, write_files
+from helpers import ROOT, files, result
+from markdown import commands, run_command, write_files
 
 DOCUMENT = ROOT / "docs/extending.md"
 
@@ -25,12 +24,9 @@ def folder(tmp_path_factory):
 def done(folder):
     """What each command did there: the command, its process, and the directories of its runs."""
     ended = []
-    env = environment({"TRAINAPP_CACHE": str(folder / "cache")})
     for words in commands(DOCUMENT):
         before = runs_in(folder)
-        process = subprocess.run(
-            with_this_python(words), cwd=folder, env=env, capture_output=True, text=True, timeout=120
-        )
+        process = run_command(words, folder, timeout=120)
         ended.append((words, process, sorted(runs_in(folder) - before)))
     return ended
 
@@ -87,8 +83,7 @@ def test_a_setting_of_the_machine_reaches_the_run(folder, done):
     text = (run / ".hydra/config.yaml").read_text()
     assert "num_workers: 0" in text
     (folder / "my_project/local/default.yaml").unlink()
-    words = [*with_this_python(commands(DOCUMENT)[0]), "--cfg", "job"]
-    shown = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=60)
+    shown = run_command([*commands(DOCUMENT)[0], "--cfg", "job"], folder, timeout=60)
     assert "num_workers: auto" in shown.stdout
 
 

@@ -1,10 +1,8 @@
 """docs/porting.md: the port of its script has the same losses."""
 
-import subprocess
-
 import pytest
-from helpers import ROOT, environment, metrics
-from markdown import commands, with_this_python, write_files
+from helpers import ROOT, metrics
+from markdown import commands, run_command, write_files
 
 DOCUMENT = ROOT / "docs/porting.md"
 
@@ -16,13 +14,11 @@ def losses(tmp_path_factory):
     write_files(DOCUMENT, folder)
     printed = []
     for words in commands(DOCUMENT):
-        done = subprocess.run(
-            with_this_python(words), cwd=folder, env=environment(), capture_output=True, text=True, timeout=120
-        )
+        done = run_command(words, folder, timeout=120)
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout)
-    (run,) = (path.parent for path in folder.glob("outputs/*/*/result.json"))
-    return [float(line) for line in printed[0].split()], [line["loss"] for line in metrics(run)]
+    (result,) = folder.glob("outputs/*/*/result.json")
+    return [float(line) for line in printed[0].split()], [line["loss"] for line in metrics(result.parent)]
 
 
 @pytest.mark.slow

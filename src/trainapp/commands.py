@@ -12,7 +12,7 @@ from trainapp.errors import UserError
 from trainapp.files import CALLER, COMMAND, HYDRA, json_object
 from trainapp.new import project
 from trainapp.report import diff, page
-from trainapp.sweep import leaderboard, rows, tables
+from trainapp.sweep import leaderboard, rows
 from trainapp.sweep.journal import JOURNAL, Journal
 
 
@@ -141,7 +141,7 @@ def write_report(arguments: Sequence[str]) -> None:
         if other_folders or is_run:
             page.write_runs([first_folder, *other_folders], path)
         else:
-            tables.write_page(first_folder, rows.read_rows(first_folder))
+            leaderboard.write_page(first_folder, rows.read_rows(first_folder))
     except OSError as error:
         raise UserError(f"trainapp report: {path} cannot be written: {error.strerror}") from None
     print(path)

@@ -2,8 +2,12 @@
 
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
+
+from forked_cli import PROGRAM, environment
+from helpers import run_cli
 
 
 def blocks(document: Path, language: str) -> list[str]:
@@ -36,3 +40,16 @@ def with_this_python(words: list[str]) -> list[str]:
     if words[0] == "tensorboard":
         return [str(beside / "tensorboard"), *words[1:]]
     raise AssertionError(f"no test knows how to run: {words}")
+
+
+def run_command(words: list[str], folder: Path, timeout: float) -> subprocess.CompletedProcess:
+    """Run a command of a document in a folder: in a fork, if it is the program's. Those of the README are started as a
+    reader starts them.
+    """
+    variables = {"TRAINAPP_CACHE": str(folder / "cache")}
+    command = with_this_python(words)
+    if command[:3] == list(PROGRAM):
+        return run_cli(*command[3:], cwd=folder, env=variables, timeout=timeout)
+    return subprocess.run(
+        command, cwd=folder, env=environment(variables), capture_output=True, text=True, timeout=timeout
+    )

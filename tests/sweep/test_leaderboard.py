@@ -2,13 +2,15 @@
 
 import csv
 import json
+from pathlib import Path
 
 import pytest
 
 from trainapp.errors import UserError
 from trainapp.launch.lock import locked
-from trainapp.sweep import leaderboard, rows
+from trainapp.sweep import leaderboard, rows, terminal
 from trainapp.sweep.journal import Journal
+from trainapp.sweep.outcome import TrialState
 from trainapp.sweep.space import Dimension, Space
 
 FACTS = {
@@ -28,8 +30,8 @@ SPACE = Space(
 @pytest.fixture
 def journal(tmp_path):
     """A sweep of three trials: two seeds, and one that has failed."""
-    own = Journal(tmp_path)
-    own.add(
+    journal = Journal(tmp_path)
+    journal.add(
         "sweep",
         asked=SPACE.to_dict() | {"sampler": "grid"},
         command=[],
@@ -42,28 +44,48 @@ def journal(tmp_path):
         folder = tmp_path / str(number)
         (folder / ".hydra").mkdir(parents=True)
         (folder / ".hydra/overrides.yaml").write_text("- user_packages=[mine]\n")
-        own.add("trial", number=number, values=values[number], attributes={})
-        own.add("start", number=number, threads=None, folder=str(folder))
-        state = "failed" if best is None else "finished"
-        facts = FACTS | {"best_objective": best} if best else {}
-        own.add("end", number=number, state=state, error="" if best else "TypeError: no", facts=facts)
-    return own
+        journal.add("trial", number=number, values=values[number], attributes={})
+        journal.add("start", number=number, threads=None, folder=str(folder))
+        if best is None:
+            journal.add("end", number=number, state=TrialState.FAILED, error="TypeError: no", facts={})
+        else:
+            facts = FACTS | {"best_objective": best}
+            journal.add("end", number=number, state=TrialState.FINISHED, error="", facts=facts)
+    return journal
 
 
-def test_the_table_fits_and_ranks_and_averages(journal, tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def printed(journal, tmp_path, capsys, monkeypatch):
+    """The lines of that sweep's table, on a terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
     leaderboard.show(tmp_path)
-    out = capsys.readouterr().out
-    assert max(map(len, out.splitlines()[:12])) <= 80
-    ranks = [line.split()[:3] for line in out.splitlines() if line[:2] in ("1 ", "2 ", "- ")]
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_table_fits_the_terminal(printed):
+    assert max(map(len, printed[:12])) <= 80
+
+
+def test_the_best_is_first_and_what_has_failed_has_no_rank(printed):
+    ranks = [line.split()[:3] for line in printed if line[:2] in ("1 ", "2 ", "- ")]
     assert ranks[:3] == [["1", "1", "0.75"], ["2", "0", "0.25"], ["-", "2", "-"]]
-    assert "0,1  0.5 ± 0.35" in out
-    assert "2: TypeError: no" in out
-    assert "5 jobs have not begun: model.width=4 optimizer" in out
+
+
+def test_seeds_are_averaged(printed):
+    assert any("0,1  0.5 ± 0.35" in line for line in printed)
+
+
+def test_below_the_table_are_errors_and_what_has_not_begun(printed):
+    assert "2: TypeError: no" in printed
+    assert any("5 jobs have not begun: model.width=4 optimizer" in line for line in printed)
+
+
+def test_the_files_have_every_trial_that_has_begun(printed, tmp_path):
     with open(tmp_path / "leaderboard.csv", newline="") as file:
         lines = list(csv.DictReader(file))
     assert [line["optimizer.very.long_name"] for line in lines] == ["a" * 30, "a" * 30, "b" * 30]
     assert [line["rank"] for line in lines] == ["1", "2", ""]
+    assert [line["state"] for line in lines] == ["finished", "finished", "failed"]
     assert (tmp_path / "leaderboard.md").read_text().count("\n") == 5
 
 
@@ -81,21 +103,27 @@ def test_a_run_that_is_not_done_shows_what_it_has_logged(journal, tmp_path, caps
     with locked(str(tmp_path)):  # by its sweep: the job is starting, or ending
         assert rows.read_sweep(journal)[2].state == "running"
     with locked(str(tmp_path / "2")):
-        found = rows.read_sweep(journal)
-    assert (found[2].state, found[2].facts["steps"], found[2].best) == ("running", 3, 0.9)
-    assert leaderboard.best_text(found) == "accuracy 0.9 (job 2)"
+        live_rows = rows.read_sweep(journal)
+    row = live_rows[2]
+    assert (row.state, row.facts["steps"], row.best) == ("running", 3, 0.9)
+    assert terminal.best_text(live_rows) == "accuracy 0.9 (job 2)"
 
 
-def test_repetitions_are_not_seeds(tmp_path):
-    def row(seed, width):
-        return rows.Row("", tmp_path, {"train.seed": seed, "width": width}, "finished", FACTS)
+def row_of(seed, width, state=TrialState.FINISHED):
+    """A row with this seed and this setting."""
+    facts = FACTS if state is TrialState.FINISHED else {}
+    return rows.Row("", Path("sweep"), {"train.seed": seed, "width": width}, state, facts)
 
-    found = rows.merge_seeds([row("0", "4"), row("0", "4"), row("0", "8"), row("1", "8")])
-    assert [own.spread for own in found] == [None, None, 0.0]
-    assert rows.merge_seeds([row("0", "4"), row("0", "4")]) == []
-    left = rows.Row("", tmp_path, {"train.seed": "2", "width": "4"}, rows.NOT_BEGUN)
-    (one,) = rows.merge_seeds([row("0", "4"), row("1", "4"), left])
-    assert (one.state, one.is_whole) == ("finished, not begun", False)
+
+def test_repetitions_are_not_seeds():
+    merged = rows.merge_seeds([row_of("0", "4"), row_of("0", "4"), row_of("0", "8"), row_of("1", "8")])
+    assert [row.spread for row in merged] == [None, None, 0.0]
+    assert rows.merge_seeds([row_of("0", "4"), row_of("0", "4")]) == []
+
+
+def test_a_mean_waits_for_seeds_that_have_not_begun():
+    (row,) = rows.merge_seeds([row_of("0", "4"), row_of("1", "4"), row_of("2", "4", rows.NOT_BEGUN)])
+    assert (row.state, row.is_whole) == ("finished, not begun", False)
 
 
 def test_a_sweep_that_was_moved_has_its_own_jobs(journal, tmp_path):
@@ -112,7 +140,7 @@ def test_runs_of_different_files_are_not_averaged(tmp_path):
         (folder / "overrides.yaml").write_text(f"[model=mine, train.seed={seed}]")
         (folder / "config.yaml").write_text(f"{{model: {{width: {width}}}, train: {{seed: {seed}, max_steps: 5}}}}")
     merged = rows.merge_seeds(rows.read_folder(tmp_path))
-    assert [own.name for own in merged] == ["0,1", "2"]
+    assert [row.name for row in merged] == ["0,1", "2"]
 
 
 def test_a_folder_without_runs(tmp_path):

@@ -4,6 +4,7 @@ import pytest
 
 from trainapp.config.schema import Sweep
 from trainapp.sweep.journal import Trial
+from trainapp.sweep.outcome import TrialState
 from trainapp.sweep.pruner import Pruner
 
 
@@ -12,7 +13,7 @@ def pruner(**own):
 
 
 def trials_at(rung, *values):
-    return [Trial(n, (str(n),), "paused", rung_values={rung: value}) for n, value in enumerate(values)]
+    return [Trial(n, (str(n),), TrialState.PAUSED, rung_values={rung: value}) for n, value in enumerate(values)]
 
 
 def simulated(own, curves, direction="max"):
@@ -28,16 +29,17 @@ def simulated(own, curves, direction="max"):
             trial, begun = trials[begun], begun + 1
         else:
             return steps, finished
-        trial.state = "running"
+        trial.state = TrialState.RUNNING
         for rung, fraction in own.rungs(trial):
             trial.rung_values[rung] = curves[trial.number](fraction)
             steps[trial.number] = round(27 * fraction)
             if not own.passes(trial, rung, trials[:begun], direction):
-                trial.state = "paused"
+                trial.state = TrialState.PAUSED
                 break
             trial.passed_rungs.add(rung)
         else:
-            trial.state, steps[trial.number] = "finished", 27
+            trial.state = TrialState.FINISHED
+            steps[trial.number] = 27
             finished.append(trial.number)
         assert rungs == own.rung_count
 

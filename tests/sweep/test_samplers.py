@@ -9,6 +9,7 @@ from trainapp.config.schema import Sweep, Target
 from trainapp.errors import UserError
 from trainapp.sweep import samplers
 from trainapp.sweep.journal import Trial
+from trainapp.sweep.outcome import TrialState
 from trainapp.sweep.space import Dimension, Space
 
 SPACE = Space((), (Dimension("lr", (), 1e-4, 1.0, is_log=True), Dimension("width", (), 4, 64, is_whole=True)))
@@ -35,7 +36,7 @@ def swept(space, count, own, kill_at=(), sign=1):
             break
         values, attributes = found
         facts = {"metric": "m", "direction": "max", "best_objective": sign * quality(values) if space is SPACE else 0.0}
-        trials.append(Trial(number, values, "finished", facts=facts, attributes=attributes))
+        trials.append(Trial(number, values, TrialState.FINISHED, facts=facts, attributes=attributes))
     return [trial.values for trial in trials]
 
 
@@ -55,13 +56,13 @@ def test_no_configuration_twice_and_the_end_of_a_finite_space(sampler):
 
 
 def test_a_grid_that_has_grown_runs_only_what_is_new():
-    known = [Trial(number, values, "finished") for number, values in enumerate(CHOICES.grid())]
+    known = [Trial(number, values, TrialState.FINISHED) for number, values in enumerate(CHOICES.grid())]
     larger = Space((), (Dimension("a", ("0", "1", "2", "3")), Dimension("b", ("x", "y"))))
     grid = samplers.build(settings(sampler="grid"), larger)
     assert grid(6, known, "") == (("0", "x"), {})
-    known.append(Trial(6, ("0", "x"), "finished"))
+    known.append(Trial(6, ("0", "x"), TrialState.FINISHED))
     assert grid(7, known, "") == (("0", "y"), {})
-    known.append(Trial(7, ("0", "y"), "finished"))
+    known.append(Trial(7, ("0", "y"), TrialState.FINISHED))
     assert grid(8, known, "") is None
 
 
@@ -87,13 +88,13 @@ def test_tpe_looks_where_the_objective_says():
 def test_what_does_not_fit_or_diverges_teaches_and_a_failure_does_not():
     optuna = pytest.importorskip("optuna")
     states = [
-        ("finished", "", {"best_objective": 0.5}, optuna.trial.TrialState.COMPLETE),
-        ("finished", "", {"best_objective": None}, optuna.trial.TrialState.PRUNED),  # nan at every evaluation
-        ("infeasible", "out_of_memory", {}, optuna.trial.TrialState.PRUNED),
-        ("failed", "not_finite", {}, optuna.trial.TrialState.PRUNED),
-        ("failed", "exception", {}, optuna.trial.TrialState.FAIL),
-        ("paused", "", {}, optuna.trial.TrialState.PRUNED),
-        ("stopped", "", {}, optuna.trial.TrialState.RUNNING),
+        (TrialState.FINISHED, "", {"best_objective": 0.5}, optuna.trial.TrialState.COMPLETE),
+        (TrialState.FINISHED, "", {"best_objective": None}, optuna.trial.TrialState.PRUNED),  # nan at every evaluation
+        (TrialState.INFEASIBLE, "out_of_memory", {}, optuna.trial.TrialState.PRUNED),
+        (TrialState.FAILED, "not_finite", {}, optuna.trial.TrialState.PRUNED),
+        (TrialState.FAILED, "exception", {}, optuna.trial.TrialState.FAIL),
+        (TrialState.PAUSED, "", {}, optuna.trial.TrialState.PRUNED),
+        (TrialState.STOPPED, "", {}, optuna.trial.TrialState.RUNNING),
     ]
     trials = [
         Trial(number, (str(0.01 + number / 100), "8"), state, error_kind=error_kind, facts=facts)
@@ -125,9 +126,10 @@ def test_a_storage_gets_each_trial_once(tmp_path):
     optuna = pytest.importorskip("optuna")
     url = f"sqlite:///{tmp_path}/study.db"
     facts = {"best_objective": 0.5}
-    trials = [Trial(0, ("0.1", "8"), "finished", facts=facts), Trial(1, ("0.2", "8"), "running")]
+    trials = [Trial(0, ("0.1", "8"), TrialState.FINISHED, facts=facts), Trial(1, ("0.2", "8"), TrialState.RUNNING)]
     samplers.copy_to_storage(url, "mine", SPACE, trials, "min")
-    trials[1].state, trials[1].facts = "finished", {"best_objective": 0.25}
+    trials[1].state = TrialState.FINISHED
+    trials[1].facts = {"best_objective": 0.25}
     samplers.copy_to_storage(url, "mine", SPACE, trials, "min")
     study = optuna.load_study(storage=url, study_name="mine")
     assert [own.value for own in study.trials] == [0.5, 0.25]
@@ -139,7 +141,7 @@ def test_a_storage_gets_each_trial_once(tmp_path):
 def test_the_setting_that_matters_is_the_important_one():
     pytest.importorskip("optuna")
     values = swept(SPACE, 30, settings())
-    trials = [Trial(n, v, "finished", facts={"best_objective": quality(v)}) for n, v in enumerate(values)]
+    trials = [Trial(n, v, TrialState.FINISHED, facts={"best_objective": quality(v)}) for n, v in enumerate(values)]
     found = samplers.importances(SPACE, trials, "max")
     assert found["lr"] > 3 * found["width"]
     assert samplers.importances(SPACE, trials[:1], "max") == {}

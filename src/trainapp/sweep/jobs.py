@@ -1,14 +1,13 @@
-"""The processes of a sweep's jobs: started with a share of the machine, found again after the sweep itself was killed.
+"""The jobs that run, each in its slot: their processes, and what they may use of a device that they share.
 
-Each leads a session of its own, so that a terminal's Ctrl-C reaches the sweep alone, which passes it on once. What it
-prints goes to `console.log` in its directory.
+A job's process leads a session of its own, so that a terminal's Ctrl-C reaches the sweep alone, which passes it on
+once. What it prints goes to `console.log` in its directory. It is found again after the sweep itself was killed.
 """
 
 import contextlib
 import functools
-import itertools
+import math
 import os
-import signal
 import subprocess
 import threading
 import time
@@ -19,22 +18,17 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from trainapp.config.command_line import message_in
-from trainapp.errors import OUT_OF_MEMORY, UserError
+from trainapp.config.schema import Config, Sweep
+from trainapp.errors import UserError
 from trainapp.files import PLAN, RESULT, json_object
 from trainapp.hooks.rungs import JOB
 from trainapp.launch.environment import SWEEP_SHARE
 from trainapp.report.run_files import state_of
 from trainapp.run import directory
-from trainapp.signals import TO_BE_CONTINUED
-from trainapp.sweep.journal import Trial, facts_of, kind_by_words
-from trainapp.sweep.slots import SHARE, Slot
-
-CONSOLE_LOG = "console.log"
-NOT_OUR_CHILD = -1000  # exit status of a process that this one has not started
-# Signals that end a job from outside: it may continue.
-_ENDING_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_START_MARK = "== started "  # in the log, before what each process prints
+from trainapp.sweep.composing import ComposedJob, Composer
+from trainapp.sweep.journal import Trial
+from trainapp.sweep.outcome import CONSOLE_LOG, NOT_OUR_CHILD, START_MARK, TrialState
+from trainapp.sweep.slots import SHARE, Slot, divide_machine
 
 
 class MemoryNeed(NamedTuple):
@@ -44,35 +38,6 @@ class MemoryNeed(NamedTuple):
     device_bytes: int  # that all jobs of a device may use together
     micro_size: int
     is_infeasible: bool  # it does not fit at micro-batch 1
-
-
-def plan_memory(command: Sequence[str], folder: Path, slot: Slot) -> MemoryNeed | None:
-    """Plan a job in a process, which takes some seconds. Return None if there is no estimate.
-
-    Args:
-        command: of mode=plan, in that folder.
-        folder: of the plan.
-        slot: of the job.
-    """
-    # Remove an earlier plan: this one may fail.
-    plan_path = folder / PLAN
-    plan_path.unlink(missing_ok=True)
-    environment = _environment(folder, [], slot, slot.threads)
-    subprocess.run(command, capture_output=True, env=environment)
-    facts = json_object(plan_path)
-    peak = facts.get("peak_bytes")
-    if peak is None:
-        return None
-
-    # The job gets its peak plus the plan's margin.
-    limit = facts["limit_bytes"]
-    peak_with_margin = peak * (1 + facts["margin"])
-    return MemoryNeed(
-        bytes=int(peak_with_margin) + 1,
-        device_bytes=int(SHARE * limit),
-        micro_size=facts["micro_size"],
-        is_infeasible=not facts["largest_micro_size"] and peak > limit,
-    )
 
 
 @dataclass
@@ -131,7 +96,176 @@ class Launched:
 Job = subprocess.Popen[bytes] | Orphan | Launched
 
 
-def start(
+@dataclass
+class RunningJob:
+    """A job that runs."""
+
+    trial: Trial
+    job: Job
+    slot: Slot
+    bytes: float = math.inf  # that it was given of a shared device; infinite if unknown
+
+
+class RunningJobs:
+    """The jobs that run, by trial, and the slots in which others may start."""
+
+    def __init__(self, settings: Sweep, composer: Composer, config: Config, launcher: Any):
+        """Divide the machine.
+
+        Args:
+            settings: of the sweep.
+            composer: composes its jobs.
+            config: of the first job.
+            launcher: the launcher of Hydra that runs the jobs; None: they are processes on this machine.
+        """
+        self.composer = composer
+        self.launcher = launcher
+        self.packs = settings.pack and launcher is None and config.activity.trains  # by the jobs' plans
+
+        # A launcher divides its own machines: its slots only limit how many jobs run at a time.
+        if launcher is None:
+            self.slots = divide_machine(settings.parallel, config, self.packs)
+        else:
+            slot_count = 1 if settings.parallel == "auto" else int(settings.parallel)
+            self.slots = [Slot()] * slot_count
+
+        self.by_trial: dict[int, RunningJob] = {}
+        self.waits_for_memory = False  # until a job ends
+        self._memory_needs: dict[int, MemoryNeed | None] = {}  # by trial; None: no estimate
+        self._pauses = settings.pruner != "none"
+
+    def __len__(self) -> int:
+        """The number of jobs that run."""
+        return len(self.by_trial)
+
+    @property
+    def can_start(self) -> bool:
+        """Whether a slot is free and its memory may suffice."""
+        return len(self) < len(self.slots) and not self.waits_for_memory
+
+    def free_slots(self) -> list[Slot]:
+        """Return the slots that have no job. Several may be equal, of which all are listed if one is free."""
+        taken = [running.slot for running in self.by_trial.values()]
+        return [slot for slot in self.slots if self.slots.count(slot) > taken.count(slot)]
+
+    # Processes
+
+    def start(self, trial: Trial, job: ComposedJob, slot: Slot, threads: int | None, need: MemoryNeed | None) -> None:
+        """Start a job in its slot, by the launcher if there is one.
+
+        Args:
+            trial: of the job.
+            job: the job.
+            slot: a free one.
+            threads: of torch; None: torch's choice.
+            need: see `_memory_share`.
+        """
+        bytes_given, overrides = self._memory_share(job, slot, need)
+        forget_failure(job.folder)
+        process: Job
+        if self.launcher is not None:
+            launcher = self.launcher
+            process = Launched(lambda: launcher.launch([job.overrides], initial_job_idx=job.number))
+        else:
+            if self._pauses and not job.config.chooses("checkpointing.keep_last"):
+                overrides.append("checkpointing.keep_last=1")  # of paused runs there may be many
+            command = self.composer.command(job, overrides)
+            process = start_process(command, overrides, job.folder, slot, threads)
+        self.by_trial[trial.number] = RunningJob(trial, process, slot, bytes_given)
+
+    def find_orphans(self, trials: Sequence[Trial]) -> list[Trial]:
+        """Add the jobs of an earlier process of the sweep, ended or not. Return the trials of those that still run.
+
+        trials: that were running when it was killed.
+        """
+        trial_by_folder = {Path(trial.folder): trial for trial in trials}
+        alive = []
+        for folder, orphan in find_orphans(trial_by_folder).items():
+            trial = trial_by_folder[folder]
+            slot = _slot_of(orphan, self.free_slots() or self.slots)
+            self.by_trial[trial.number] = RunningJob(trial, orphan, slot)
+            if orphan.poll() is None:
+                alive.append(trial)
+        return alive
+
+    def remove(self, running: RunningJob) -> None:
+        """Free the slot of a job that has ended."""
+        del self.by_trial[running.trial.number]
+        self.waits_for_memory = False
+
+    def terminate(self) -> None:
+        """Ask all to save and end."""
+        for running in self.by_trial.values():
+            running.job.terminate()
+
+    def wait(self, poll: float) -> None:
+        """Wait until all have ended. poll: seconds between looks at them."""
+        while any(running.job.poll() is None for running in self.by_trial.values()):
+            time.sleep(poll)
+
+    # Packing: jobs that share a device by their plans
+
+    def memory_need(self, job: ComposedJob) -> MemoryNeed | None:
+        """Return what the job's plan says about its memory, None if there is no estimate. It is planned once."""
+        if job.number not in self._memory_needs:
+            folder = job.folder / "plan"
+            command = self.composer.command(job, ["mode=plan", "plan.techniques=false"], folder)
+            slot = self.free_slots()[0]
+            self._memory_needs[job.number] = plan_memory(command, folder, slot)
+        return self._memory_needs[job.number]
+
+    def fitting_slot(self, need: MemoryNeed | None) -> Slot | None:
+        """Return a free slot in which a job with this need fits, if there is one."""
+        for slot in self.free_slots():
+            if self._fits(slot, need):
+                return slot
+        return None
+
+    def wait_for_memory(self, trial: Trial, need: MemoryNeed | None) -> None:
+        """Start nothing until a job ends, since this trial does not fit."""
+        self.waits_for_memory = True
+        if need is not None and need.is_infeasible:  # beside others: it is planned once more
+            del self._memory_needs[trial.number]
+
+    def _fits(self, slot: Slot, need: MemoryNeed | None) -> bool:
+        """Return whether a job fits beside those on the slot's device. One without an estimate, or that needs all of
+        it, has the device alone.
+        """
+        neighbours = [running for running in self.by_trial.values() if running.slot.gpus == slot.gpus]
+        bytes_used = sum(running.bytes for running in neighbours)
+        if bytes_used == 0:
+            return True
+        return need is not None and bytes_used + need.bytes <= need.device_bytes
+
+    def _memory_share(self, job: ComposedJob, slot: Slot, need: MemoryNeed | None) -> tuple[float, list[str]]:
+        """Return the bytes that the job is given of its device, infinite if unknown, and the overrides that tell it.
+
+        Args:
+            job: the job.
+            slot: its slot.
+            need: the job's, with `sweep.pack`; None: not known.
+        """
+        if self.launcher is not None:
+            return math.inf, []
+        if not self.packs:
+            return math.inf, slot.memory_overrides(job.config)
+        if need is None or need.bytes > need.device_bytes:
+            return math.inf, []
+
+        # Limit the job to what its plan says it needs.
+        overrides = [f"memory.limit={need.bytes}"]
+        if job.config.batch.eval_micro_size == "auto":  # of another size the plan knows nothing
+            overrides.append(f"batch.eval_micro_size={need.micro_size}")
+        return need.bytes, overrides
+
+
+def forget_failure(folder: Path) -> None:
+    """Remove the result of a job that failed and starts again: if it fails before it has one, it is not that one."""
+    if state_of(json_object(folder / RESULT)) == TrialState.FAILED:
+        (folder / RESULT).unlink()
+
+
+def start_process(
     command: Sequence[str], sweep_overrides: Sequence[str], folder: Path, slot: Slot, threads: int | None
 ) -> subprocess.Popen[bytes]:
     """Start a job in its slot.
@@ -151,7 +285,7 @@ def start(
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / CONSOLE_LOG).open("ab") as log:
         started_at = time.strftime("%Y-%m-%d %H:%M:%S")
-        log.write(f"{_START_MARK}{started_at}\n".encode())
+        log.write(f"{START_MARK}{started_at}\n".encode())
         log.flush()  # before the process prints into the same file
         return subprocess.Popen(
             command,
@@ -182,12 +316,6 @@ def _environment(folder: Path, sweep_overrides: Sequence[str], slot: Slot, threa
     return variables
 
 
-def forget_failure(folder: Path) -> None:
-    """Remove the result of a job that failed and starts again: if it fails before it has one, it is not that one."""
-    if state_of(json_object(folder / RESULT)) == "failed":
-        (folder / RESULT).unlink()
-
-
 def find_orphans(folders: Iterable[Path]) -> dict[Path, Orphan]:
     """Return the jobs in these directories, with their processes that still run, the first one first."""
     orphans = {folder: Orphan(folder) for folder in folders}
@@ -214,107 +342,38 @@ def _is_alive(process: psutil.Process) -> bool:
     return False
 
 
-class Outcome(NamedTuple):
-    """How a job's process ended. state, error, facts, error_kind: as in `Trial`."""
-
-    state: str
-    error: str
-    facts: dict[str, Any]
-    error_kind: str = ""
-
-
-def outcome(trial: Trial, mode: str, status: int, launcher_error: str = "") -> Outcome:
-    """Return how a job's process ended, judged by its exit status and by the files in its directory.
-
-    Args:
-        trial: of the job.
-        mode: of the job, such as train.
-        status: its exit status.
-        launcher_error: the error that a launcher has reported, if any.
-    """
-    folder = Path(trial.folder)
-    result_name = PLAN if mode == "plan" else RESULT
-    result = json_object(folder / result_name)
-    facts = facts_of(result)
-
-    # Finished: by the exit status where it is known, otherwise by the files alone.
-    if status != NOT_OUR_CHILD:
-        has_finished = status == 0 and not result.get("stopped")
-    elif mode == "train":
-        has_finished = state_of(result) == "finished"
-    else:
-        has_finished = bool(result)
-    if has_finished:
-        return Outcome("finished", "", facts)
-
-    # Interrupted: at a rung, or by a signal.
-    error = _error_of(folder / CONSOLE_LOG, status, launcher_error)
-    if _may_continue(status, error):
-        if trial.is_held:
-            return Outcome("paused", "", facts)
-        is_orderly = status in (0, TO_BE_CONTINUED)
-        return Outcome("stopped", "" if is_orderly else error, facts)
-
-    # Ended by an error of its own.
-    error_kind = _kind_of(error, status, result)
-    state = "infeasible" if error_kind == OUT_OF_MEMORY else "failed"
-    return Outcome(state, error, facts, error_kind)
+def _slot_of(orphan: Orphan, slots: Sequence[Slot]) -> Slot:
+    """Return the slot with the job's GPUs, otherwise the first one."""
+    for slot in slots:
+        if slot.gpus and ",".join(slot.gpus) == orphan.gpus:
+            return slot
+    return slots[0]
 
 
-def _error_of(log: Path, status: int, launcher_error: str) -> str:
-    """Return why a process has not finished; empty if it is not known."""
-    if status == NOT_OUR_CHILD:
-        return ""
-    signal_number = _signal_number(status)
-    if status < 0 or signal_number in _ENDING_SIGNALS:
-        return f"ended by {signal.Signals(signal_number).name}"
-    if launcher_error or status == 0:
-        return launcher_error
-    return _last_message(log)
-
-
-def _may_continue(status: int, error: str) -> bool:
-    """Return whether a job that has not finished was interrupted, not ended by an error of its own."""
-    if status in (0, NOT_OUR_CHILD, TO_BE_CONTINUED) or _signal_number(status) in _ENDING_SIGNALS:
-        return True
-    return directory.IN_USE in error  # another process continues its run
-
-
-def _kind_of(error: str, status: int, result: dict[str, Any]) -> str:
-    """Return the kind of the error of a failed job, empty if it is not known.
+def plan_memory(command: Sequence[str], folder: Path, slot: Slot) -> MemoryNeed | None:
+    """Plan a job in a process, which takes some seconds. Return None if there is no estimate.
 
     Args:
-        error: its message.
-        status: the job's exit status.
-        result: its result.json.
+        command: of mode=plan, in that folder.
+        folder: of the plan.
+        slot: of the job.
     """
-    if status == UserError.exit_code:
-        return UserError.kind
-    return result.get("error_kind") or kind_by_words(error)
+    # Remove an earlier plan: this one may fail.
+    plan_path = folder / PLAN
+    plan_path.unlink(missing_ok=True)
+    environment = _environment(folder, [], slot, slot.threads)
+    subprocess.run(command, capture_output=True, env=environment)
+    facts = json_object(plan_path)
+    peak = facts.get("peak_bytes")
+    if peak is None:
+        return None
 
-
-def _signal_number(status: int) -> int:
-    """Return the signal of an exit status, where one has ended the process. A shell, and a handler, add 128."""
-    return -status if status < 0 else status - 128
-
-
-def _last_message(log: Path) -> str:
-    """Return the last message in the output of a job's last process: the one for the user, or that of a traceback."""
-    text = ""
-    if log.exists():
-        text = log.read_text(errors="replace")
-    _, _, text_of_process = text.rpartition(_START_MARK)
-    lines = text_of_process.splitlines()[1:]  # the first one has the time
-
-    # The message for the user, or its first two lines.
-    message = "; ".join(message_in(lines)[:2])
-    if message:
-        return message
-
-    # Of a traceback, the line after the indented ones; notes may follow it.
-    error_lines = []
-    for previous, line in itertools.pairwise(lines):
-        if previous.startswith(" ") and not line.startswith(" "):
-            error_lines.append(line)
-    candidates = error_lines or lines or ["no message"]
-    return candidates[-1].strip()
+    # The job gets its peak plus the plan's margin.
+    limit = facts["limit_bytes"]
+    peak_with_margin = peak * (1 + facts["margin"])
+    return MemoryNeed(
+        bytes=int(peak_with_margin) + 1,
+        device_bytes=int(SHARE * limit),
+        micro_size=facts["micro_size"],
+        is_infeasible=not facts["largest_micro_size"] and peak > limit,
+    )

@@ -22,34 +22,13 @@ from typing import Any
 
 from trainapp.config import resume_rules
 from trainapp.config.schema import Config
-from trainapp.errors import NOT_FINITE, OUT_OF_MEMORY, UserError
+from trainapp.errors import NOT_FINITE, UserError
 from trainapp.files import json_lines, strict_json
 from trainapp.report.page import Goal
+from trainapp.sweep.outcome import TrialState, kind_by_words
 from trainapp.sweep.space import Space, Values
 
 JOURNAL = "sweep.jsonl"
-# What is recorded of a result.json, and the columns of leaderboard.csv.
-FACTS = (
-    "metric",
-    "direction",
-    "objective",
-    "objective_note",
-    "best_objective",
-    "best_step",
-    "steps",
-    "seconds",
-    "micro_size",
-    "accumulation",
-    "oom_restarts",
-    "peak_memory_bytes",
-    "ended",
-    "checkpoint",
-)
-
-
-def facts_of(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the journal records of a result.json."""
-    return {name: result[name] for name in FACTS if name in result}
 
 
 def common_objective(runs: Iterable[Mapping[str, Any]]) -> Goal:
@@ -70,29 +49,16 @@ def objectives_of(runs: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
     return objectives
 
 
-def kind_by_words(error: str) -> str:
-    """Return the kind of an error by its message: earlier versions recorded no kind, and a run that has no session and
-    no result.json does not either.
-    """
-    if error.startswith("out of memory"):
-        return OUT_OF_MEMORY
-    return NOT_FINITE if "not finite" in error else ""
-
-
 @dataclass
 class Trial:
-    """A configuration, and what has become of it.
-
-    state: new, running, paused (at a rung), stopped (by a signal, to be continued), finished, failed, or infeasible (it
-    does not fit in memory).
-    """
+    """A configuration, and what has become of it."""
 
     number: int
     values: Values
-    state: str = "new"
+    state: TrialState = TrialState.NEW
     threads: int | None = None  # None: torch's choice
     folder: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)  # see `facts_of`
+    facts: dict[str, Any] = field(default_factory=dict)  # see `outcome.facts_of`
     rung_values: dict[int, float | None] = field(default_factory=dict)  # at the rungs reached; None for nan
     passed_rungs: set[int] = field(default_factory=set)
     attributes: dict[str, Any] = field(default_factory=dict)  # what the sampler notes of it
@@ -107,7 +73,7 @@ class Trial:
     @property
     def diverged(self) -> bool:
         """Whether it was ended by a loss or gradient that was not finite."""
-        return self.state == "failed" and self.error_kind == NOT_FINITE
+        return self.state is TrialState.FAILED and self.error_kind == NOT_FINITE
 
 
 class Journal:
@@ -170,7 +136,7 @@ class Journal:
 
     def _apply_to_trial(self, trial: Trial, event: str, line: dict[str, Any]) -> None:
         if event == "start":
-            trial.state = "running"
+            trial.state = TrialState.RUNNING
             trial.threads = line["threads"]
             trial.error = ""
             trial.error_kind = ""
@@ -179,7 +145,7 @@ class Journal:
             trial.rung_values[line["rung"]] = line["value"]
             trial.facts |= {"metric": line["metric"], "direction": line["direction"]}
         elif event == "end":
-            trial.state = line["state"]
+            trial.state = TrialState(line["state"])
             trial.error = line["error"]
             trial.error_kind = line.get("error_kind") or kind_by_words(trial.error)
             trial.facts |= line["facts"]

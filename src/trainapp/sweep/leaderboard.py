@@ -1,5 +1,5 @@
-"""The table of a sweep, or of a folder of runs, as printed: at its end, and at any time before (`trainapp leaderboard
-DIR`).
+"""The table of a sweep, or of a folder of runs: computed, and written to files, at the end of a sweep and at any time
+before (`trainapp leaderboard DIR`). `terminal.py` prints it.
 
 Ranked by the best value of the objective, whose checkpoint each run keeps. Where `train.seed` was swept, runs that
 differ in nothing else are one row, with mean and standard deviation.
@@ -7,31 +7,30 @@ differ in nothing else are one row, with mean and standard deviation.
 
 import atexit
 import contextlib
-import shlex
-import shutil
-import textwrap
+import csv
+import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from trainapp.config.excludes import NO_BEST, SET_OBJECTIVE
 from trainapp.errors import UserError
-from trainapp.files import CHECKPOINTS, COMMAND, CONFIG, HYDRA, PLAN, checkpoint_name, json_object, shown
+from trainapp.files import HYDRA, PLAN, atomic_write, json_object
 from trainapp.report import page
-from trainapp.sweep import samplers, tables
-from trainapp.sweep.journal import JOURNAL, Journal, common_objective
-from trainapp.sweep.rows import NOT_BEGUN, SEED, Row, merge_seeds, objective_of, rank, read_rows
-from trainapp.units import listed
+from trainapp.report.page import BLANK, memory_text, number_text, seconds_text
+from trainapp.sweep import terminal
+from trainapp.sweep.journal import JOURNAL, Journal
+from trainapp.sweep.outcome import FACTS
+from trainapp.sweep.rows import NOT_BEGUN, Row, merge_seeds, objective_of, rank, read_rows
 
 TABLE = "leaderboard.csv"
 MARKDOWN = "leaderboard.md"
-_FEWEST_CHARACTERS = 20  # for the settings beside the other columns; with fewer they are lines of their own
-_INDENT_BELOW = 4  # of those lines
 _OWN_SWEEPER = "hydra_plugins.trainapp_sweeper.TrainappSweeper"
+Header = list[str]
+Cells = list[list[Any]]
 
 
 def show(folder: Path) -> None:
@@ -42,7 +41,7 @@ def show(folder: Path) -> None:
     rows = read_rows(folder)
     plans = [row for row in rows if (row.folder / PLAN).exists()]
     if plans:
-        _print_table(*tables.table_of_plans(plans))
+        terminal.print_table(*table_of_plans(plans))
 
     # All runs, and means over their seeds.
     runs = [row for row in rows if row not in plans]
@@ -50,153 +49,24 @@ def show(folder: Path) -> None:
     ranked = rank(begun)
     if not ranked:
         return
-    header, cells = tables.table_with_settings(ranked)
-    _print_table(header, cells)
+    header, cells = table_with_settings(ranked)
+    terminal.print_table(header, cells)
     merged = rank(merge_seeds(runs))
     if merged:
         print()
-        _print_table(*tables.table_with_settings(merged))
+        terminal.print_table(*table_with_settings(merged))
 
     # What the table does not show.
     if (folder / JOURNAL).exists():
-        _print_importance(Journal(folder, writes=False))
-    _print_notes(runs, ranked)
+        terminal.print_importance(Journal(folder, writes=False))
+    terminal.print_notes(runs, ranked)
 
     with contextlib.suppress(OSError):  # another user's folder
-        tables.write_csv(ranked, folder / TABLE)
-        tables.write_markdown(header, cells, folder / MARKDOWN)
+        write_csv(ranked, folder / TABLE)
+        write_markdown(header, cells, folder / MARKDOWN)
         if not (folder / HYDRA).exists():  # that of a single run has more
-            tables.write_page(folder, rows)
-    _print_commands(ranked)
-
-
-def best_text(rows: Sequence[Row]) -> str:
-    """Return the best value so far, for a line of progress; empty if there is none."""
-    ranked = rank(rows)
-    if not ranked or ranked[0].best is None:
-        return ""
-    best = ranked[0]
-    return f"{best.facts['metric']} {best.best:.4g} (job {best.name})"
-
-
-def _print_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    """Print columns of equal width, within the terminal's: what is the same in all rows is one line above, and the last
-    column is wrapped, beside the others or below.
-    """
-    terminal_width = shutil.get_terminal_size((80, 24)).columns
-
-    # What is the same in all rows.
-    other_columns = [line[:-1] for line in cells]
-    note, names, rows = page.without_constant(header[:-1], other_columns, first=3)
-    if note:
-        print(f"all: {note}")
-
-    # The header is the first line; an empty last column has none.
-    lines = [names, *rows]
-    last_column = [line[-1] for line in cells]
-    last_header = header[-1] if any(last_column) else ""
-    last_column.insert(0, last_header)
-
-    # Where the last column begins.
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    indent = sum(widths) + 2 * len(widths)
-    is_beside = terminal_width - indent >= _FEWEST_CHARACTERS
-    if not is_beside:
-        indent = _INDENT_BELOW
-
-    for line, last_cell in zip(lines, last_column, strict=True):
-        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-        wrapped = textwrap.wrap(last_cell, terminal_width - indent, break_on_hyphens=False)
-        if is_beside and wrapped:
-            padded.append(wrapped.pop(0))
-        print("  ".join(padded).rstrip(), flush=True)
-        for text in wrapped:
-            print(" " * indent + text, flush=True)
-
-
-def _print_importance(journal: Journal) -> None:
-    """Print which settings matter, if Optuna is installed."""
-    _, direction = common_objective(journal.facts) or ("", "")
-    shares = samplers.importances(journal.space, journal.trials, direction)
-    shares.pop(SEED, None)
-    if len(shares) < 2:
-        return
-    texts = []
-    for key, share in shares.items():
-        setting = key.lstrip("+~")
-        texts.append(f"{setting} {share:.2f}")
-    print(f"importance: {', '.join(texts)}")
-
-
-def _print_notes(runs: Sequence[Row], ranked: Sequence[Row]) -> None:
-    """Print what has not begun, what has failed, and why jobs are not ranked.
-
-    Args:
-        runs: all.
-        ranked: those that have begun, ranked.
-    """
-    not_begun = [row.settings_text for row in runs if not row.name]
-    if not_begun:
-        print(f"{len(not_begun)} jobs have not begun: {listed(not_begun)}")
-
-    # Each error once, with the jobs that have it.
-    names_by_error: dict[str, list[str]] = {}
-    for row in ranked:
-        if row.error:
-            names_by_error.setdefault(row.error, []).append(row.name)
-    for error, names in names_by_error.items():
-        print(f"{listed(names, 9)}: {error}")
-
-    # Why the table has no ranks.
-    has_values = any(row.best is not None for row in ranked)
-    if has_values and objective_of(ranked) is None:
-        print("not ranked: their objectives differ")
-    without_best = [row.name for row in ranked if row.has_no_best]
-    if without_best:
-        print(f"not ranked: {listed(without_best)}: {NO_BEST}; {SET_OBJECTIVE}")
-
-
-def _print_commands(ranked: Sequence[Row]) -> None:
-    """Print the commands that train the best run longer, evaluate and export it."""
-    best = ranked[0]
-    if objective_of(ranked) is None or not (best.folder / COMMAND).exists():
-        return
-    text = f"best: job {best.name}, {best.facts['metric']} {best.best:.6g}"
-    if best.settings:
-        text += f"; {best.settings_text}"
-    print(text)
-    config = yaml.safe_load((best.folder / CONFIG).read_text())
-    _print_longer_command(best, config)
-
-    best_step = best.facts.get("best_step") or 0
-    checkpoint = best.folder / CHECKPOINTS / checkpoint_name(best_step)
-    if not checkpoint.exists():
-        return
-
-    # The run's flags and packages decide what is composed and which classes may be built.
-    arguments_of_run = json_object(best.folder / COMMAND)["arguments"]
-    flags = [shlex.quote(argument) for argument in arguments_of_run if argument.startswith("--")]
-    packages = config.get("user_packages")
-    for title, mode in (("evaluate it", "eval"), ("export it", "export")):
-        arguments = [*flags, f"mode={mode}", f"checkpointing.resume={shown(checkpoint)}"]
-        if packages:
-            package_list = ",".join(packages)
-            arguments.append(f"'user_packages=[{package_list}]'")
-        print(f"  {title:<16}  python -m trainapp {' '.join(arguments)}")
-
-
-def _print_longer_command(best: Row, config: dict[str, Any]) -> None:
-    """Print the command that trains the best run longer, if it has ended by its number of steps or epochs."""
-    ended_by = best.facts.get("ended") or ""  # such as train.max_steps=100
-    setting = ended_by.partition("=")[0].removeprefix("train.")
-    if setting not in ("max_steps", "max_epochs"):
-        return
-    other_setting = "max_epochs" if setting == "max_steps" else "max_steps"
-    command = f"python -m trainapp continue {shown(best.folder)} train.{setting}=N"
-    settings_of_train = config.get("train", {})
-    if settings_of_train.get(other_setting) is not None:  # else it would end the run as before
-        command += f" train.{other_setting}=null"
-    print(f"  train it longer   {command}")
+            write_page(folder, rows)
+    terminal.print_commands(ranked)
 
 
 class TableAtEnd(Callback):
@@ -218,3 +88,189 @@ def _show_table(folder: Path) -> None:
     """Print the table, if any job has begun."""
     with contextlib.suppress(UserError):
         show(folder)
+
+
+# Header and cells
+
+
+def setting_names(rows: Sequence[Row]) -> list[str]:
+    """Return the names of the settings in which the rows differ."""
+    names: dict[str, None] = {}
+    for row in rows:
+        names |= dict.fromkeys(row.settings)
+    return list(names)
+
+
+def table_of(rows: Sequence[Row], names: Sequence[str]) -> tuple[Header, Cells]:
+    """Return header and cells of ranked rows, as text, with a column for each of these settings."""
+    objective = objective_of(rows)
+    best_header = "best"
+    if objective is not None:
+        metric, direction = objective
+        best_header = f"{metric} ({direction})"
+    header = ["#", "job", best_header, "last", *names, "steps", "time", "micro", "OOMs", "memory", "state"]
+    cells: Cells = []
+    for rank_number, row in enumerate(rows, start=1):
+        has_rank = row.best is not None and objective is not None and row.is_whole
+        rank_text = str(rank_number) if has_rank else BLANK
+        settings = [row.settings.get(name, "") for name in names]
+        facts = row.facts
+        line = [
+            rank_text,
+            row.name,
+            _best_text(row),
+            number_text(facts.get("objective")),
+            *settings,
+            number_text(facts.get("steps")),
+            seconds_text(facts.get("seconds")),
+            number_text(facts.get("micro_size")),
+            number_text(facts.get("oom_restarts")),
+            memory_text(facts.get("peak_memory_bytes")),
+            row.state,
+        ]
+        cells.append(line)
+    return header, cells
+
+
+def _best_text(row: Row) -> str:
+    """Return the best value, with its standard deviation over seeds."""
+    if row.best is None:
+        return BLANK
+    text = f"{row.best:.4g}"
+    if row.spread is not None:
+        text += f" ± {row.spread:.2g}"
+    return text
+
+
+def table_with_settings(rows: Sequence[Row]) -> tuple[Header, Cells]:
+    """Return header and cells of ranked rows, with one last column for all settings."""
+    header, cells = table_of(rows, ())
+    short_names = _short_names(setting_names(rows))
+    for row, line in zip(rows, cells, strict=True):
+        settings = [f"{short_names[name]}={value}" for name, value in row.settings.items()]
+        line.append(" ".join(settings))
+    return [*header, "settings"], cells
+
+
+def _short_names(names: Sequence[str]) -> dict[str, str]:
+    """Return the last part of each name, or the whole name where several end alike."""
+    last_parts = {name: name.rpartition(".")[2] for name in names}
+    counts = Counter(last_parts.values())
+    short_names = {}
+    for name, last_part in last_parts.items():
+        short_names[name] = last_part if counts[last_part] == 1 else name
+    return short_names
+
+
+def table_of_plans(rows: Sequence[Row]) -> tuple[Header, Cells]:
+    """Return header and cells of jobs that were planned."""
+    cells: Cells = []
+    for row in rows:
+        facts = json_object(row.folder / PLAN)
+        largest_micro_size = facts.get("largest_micro_size") or BLANK  # 0: not even one sample fits
+        line = [
+            row.name,
+            memory_text(facts.get("peak_bytes")),
+            facts.get("method") or BLANK,
+            str(largest_micro_size),
+            row.settings_text,
+            _plan_result(facts),
+        ]
+        cells.append(line)
+    return ["job", "peak", "method", "largest micro-batch", "settings", "best plan, or reason"], cells
+
+
+def _plan_result(facts: dict[str, Any]) -> str:
+    """Return the overrides of the best plan, or why there is none."""
+    if facts.get("peak_bytes") is None:
+        return "; ".join(facts.get("notes", []))
+    best = facts.get("best") or {}
+    if best.get("missing_bytes"):
+        return "nothing fits"
+    return str(best.get("overrides", ""))
+
+
+# Files
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """Write a line per run, with a column per setting, and the names and units of result.json."""
+    # A setting may have the name of another column.
+    first_columns = ["rank", "job"]
+    last_columns = [*FACTS, "state", "error", "directory"]
+    setting_columns = {}
+    for name in setting_names(rows):
+        is_taken = name in first_columns or name in last_columns
+        setting_columns[name] = f"setting {name}" if is_taken else name
+    columns = [*first_columns, *setting_columns.values(), *last_columns]
+
+    objective = objective_of(rows)
+    with atomic_write(path) as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        for rank_number, row in enumerate(rows, start=1):
+            values = dict(row.facts)
+            for name, value in row.settings.items():
+                values[setting_columns[name]] = value
+            has_rank = row.best is not None and objective is not None
+            values["rank"] = rank_number if has_rank else ""
+            values["job"] = row.name
+            values["state"] = row.state
+            values["error"] = row.error
+            values["directory"] = row.folder
+            writer.writerow(values)
+
+
+def write_markdown(header: Header, cells: Cells, path: Path) -> None:
+    """Write a table in Markdown."""
+    with atomic_write(path) as file:
+        for line in (header, ["---"] * len(header), *cells):
+            escaped = [cell.replace("|", "\\|") for cell in line]
+            file.write(f"| {' | '.join(escaped)} |\n")
+
+
+def write_page(folder: Path, rows: Sequence[Row]) -> None:
+    """Write the page of a folder into it. Raises OSError if it cannot be written.
+
+    Args:
+        folder: of a sweep or of runs.
+        rows: of the folder, from `read_rows`.
+    """
+    runs = [row for row in rows if not (row.folder / PLAN).exists()]
+    begun = [row for row in runs if row.state != NOT_BEGUN]  # in the order of time
+    ranked = rank(begun)
+    names = setting_names(begun)
+
+    # Tables.
+    tables: list[page.Table] = []
+    merged = rank(merge_seeds(runs))
+    if merged:
+        header, cells = table_of(merged, setting_names(merged))
+        tables.append(("Over seeds: mean and standard deviation", header, cells))
+    header, cells = table_of(ranked, names)
+    _link_pages(ranked, cells, folder)
+    tables.append(("Leaderboard", header, cells))
+    failed = [[row.name, row.error] for row in ranked if row.error]
+    if failed:
+        tables.append(("Failed jobs", ["job", "error"], failed))
+
+    # Points of the charts: `number` is the job's place in time.
+    charted = []
+    for row in ranked:
+        if row.best is not None:
+            settings = [row.settings.get(name, "") for name in names]
+            charted.append({"name": row.name, "number": begun.index(row), "value": row.best, "settings": settings})
+
+    # Lines below the title.
+    counts = Counter(row.state for row in runs)
+    counts_text = ", ".join(f"{count} {state}" for state, count in counts.items())
+    lines = [f"{len(runs)} jobs: {counts_text}", str(folder)]
+    page.write_sweep(folder / page.NAME, lines, tables, charted, names, objective_of(begun))
+
+
+def _link_pages(rows: Sequence[Row], cells: Cells, folder: Path) -> None:
+    """Replace the names in the cells of those rows that have a page by links to it, relative to the folder."""
+    for row, line in zip(rows, cells, strict=True):
+        page_of_row = row.folder / page.NAME
+        if page_of_row.exists():
+            line[1] = {"text": row.name, "page": os.path.relpath(page_of_row, folder)}

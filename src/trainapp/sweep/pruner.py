@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from trainapp.config.schema import Sweep
 from trainapp.sweep.journal import Trial
+from trainapp.sweep.outcome import TrialState
 
 _FEWEST_FOR_MEDIAN = 4  # values of other trials before the median rule acts
 
@@ -59,7 +60,7 @@ class Pruner:
         for rung in reversed(range(self.rung_count)):
             for bracket in brackets:
                 for trial in self._best(rung, trials, bracket, direction, is_last):
-                    if trial.state == "paused" and trial.is_held and rung == max(trial.rung_values):
+                    if trial.state is TrialState.PAUSED and trial.is_held and rung == max(trial.rung_values):
                         return trial, rung
         return None
 
@@ -73,7 +74,7 @@ class Pruner:
         in_bracket = [trial for trial in trials if self.bracket(trial) == bracket]
         rivals = [trial for trial in in_bracket if rung in trial.rung_values]
         if is_last:
-            rivals = [trial for trial in rivals if trial.state not in ("failed", "infeasible")]
+            rivals = [trial for trial in rivals if not trial.state.has_failed]
         ranked = sorted(rivals, key=lambda trial: _rank_key(trial, rung, direction))
 
         count = len(rivals) // self.eta

@@ -25,11 +25,15 @@ from trainapp.files import (
 from trainapp.report.page import Goal
 from trainapp.report.run_files import state_of
 from trainapp.run import directory
-from trainapp.sweep.journal import JOURNAL, Journal, common_objective, facts_of
+from trainapp.sweep.journal import JOURNAL, Journal, common_objective
+from trainapp.sweep.outcome import TrialState, facts_of
 from trainapp.units import flat
 
 SEED = "train.seed"
-NOT_BEGUN = "not begun"
+# The states of rows beside those of trials.
+NOT_BEGUN = "not begun"  # of a grid
+INTERRUPTED = "interrupted"  # the sweep was killed, and the job with it
+UNFINISHED = "unfinished"  # of a run in a folder
 _MERGED_BY_MEAN = ("objective", "best_objective", "seconds", "steps")
 _MERGED_BY_MAXIMUM = ("oom_restarts", "peak_memory_bytes")
 
@@ -41,8 +45,10 @@ class Row:
     name: str
     folder: Path
     settings: dict[str, str]  # those in which runs differ
-    state: str
-    facts: dict[str, Any] = field(default_factory=dict)  # see `facts_of`; of a running one, from what it has logged
+    state: str  # a `TrialState`, or one of the words below; of several seeds: all of theirs
+    facts: dict[str, Any] = field(
+        default_factory=dict
+    )  # see `outcome.facts_of`; of a running one, from what it has logged
     error: str = ""
     identity: str = ""  # of a run in a folder: the settings that its overrides do not name, without the seed
     spread: float | None = None  # of several seeds: the standard deviation of their best values
@@ -101,7 +107,7 @@ def read_sweep(journal: Journal, is_live: bool = True) -> list[Row]:
         folder = Path(trial.folder or sweep_folder / str(trial.number))
         settings = dict(zip(names, trial.values, strict=True))
         row = Row(str(trial.number), folder, settings, trial.state, trial.facts, trial.error)
-        may_have_news = trial.folder and trial.state not in ("finished", "failed", "infeasible")
+        may_have_news = trial.folder and not trial.state.has_ended
         if is_live and may_have_news:
             _read_news(row, sweep_folder, objective)
         rows.append(row)
@@ -115,15 +121,15 @@ def _read_news(row: Row, sweep_folder: Path, objective: Goal) -> None:
     """Update the row of a trial by the files in its directory."""
     result = json_object(row.folder / RESULT)
     row.facts = row.facts | facts_of(result)
-    if state_of(result) == "finished":  # by hand
-        row.state = "finished"
+    if state_of(result) == TrialState.FINISHED:  # by hand
+        row.state = TrialState.FINISHED
         return
     row.facts = _with_logged_values(row.folder, row.facts, objective)
 
     # If the sweep was killed, its journal still calls the job running.
     is_in_use = directory.is_in_use(row.folder) or directory.is_in_use(sweep_folder)
-    if row.state == "running" and not is_in_use:
-        row.state = "interrupted"
+    if row.state == TrialState.RUNNING and not is_in_use:
+        row.state = INTERRUPTED
 
 
 def _rows_not_begun(journal: Journal, names: Sequence[str]) -> list[Row]:
@@ -150,12 +156,12 @@ def read_folder(folder: Path) -> list[Row]:
     for run, overrides in overrides_by_run.items():
         facts = results[run]
         state = state_of(facts)
-        if state != "finished":
+        if state != TrialState.FINISHED:
             facts = _with_logged_values(run, facts, objective)
             if directory.is_in_use(run):
-                state = "running"
+                state = TrialState.RUNNING
             elif not state:
-                state = "unfinished"
+                state = UNFINISHED
         settings = {name: value for name, value in overrides.items() if (name, value) not in shared}
         name_of_run = str(run.relative_to(folder))
         rows.append(Row(name_of_run, run, settings, state, facts, identity=_identity(run)))
@@ -272,7 +278,7 @@ def _merge(settings: dict[str, str], rows: list[Row]) -> Row:
     finished = []
     for row in rows:
         has_value = row.best is not None or row.has_no_best
-        if row.state == "finished" and has_value:
+        if row.state == TrialState.FINISHED and has_value:
             finished.append(row)
 
     # Facts other than numbers, such as the metric, are those of the first run.

@@ -16,6 +16,7 @@ from trainapp.config.arguments import parameters_of
 from trainapp.config.schema import Sweep, Target
 from trainapp.errors import UserError
 from trainapp.sweep.journal import Trial
+from trainapp.sweep.outcome import TrialState
 from trainapp.sweep.space import Dimension, Space, Values
 
 _DIRECTIONS = {"max": "maximize", "min": "minimize"}
@@ -181,13 +182,13 @@ def _as_optuna(space: Space, trial: Trial) -> Any:
     # A stopped trial has no final value, but samplers can still learn from its best so far.
     best = trial.facts.get("best_objective")
     rung_values = {rung: value for rung, value in trial.rung_values.items() if value is not None}
-    if trial.state == "stopped" and best is not None:
+    if trial.state is TrialState.STOPPED and best is not None:
         rung_values[_AFTER_ALL_RUNGS] = best
 
     parameters = {}
     for dimension, text in zip(space.dimensions, trial.values, strict=True):
         parameters[dimension.key] = dimension.value(text)
-    final_value = best if trial.state == "finished" else None
+    final_value = best if trial.state is TrialState.FINISHED else None
     return create_trial(
         state=_optuna_state(trial),
         value=final_value,
@@ -205,18 +206,18 @@ def _optuna_state(trial: Trial) -> Any:
     What does not fit, diverges or pauses at a rung is reported as pruned, which samplers learn from: they ignore failed
     trials, and what failed for another reason says nothing about its configuration.
     """
-    from optuna.trial import TrialState
+    from optuna.trial import TrialState as OptunaState
 
     has_best = trial.facts.get("best_objective") is not None
-    if trial.state == "finished":
-        return TrialState.COMPLETE if has_best else TrialState.PRUNED
-    if trial.state in ("paused", "infeasible") or trial.diverged:
-        return TrialState.PRUNED
-    if trial.state == "stopped" and has_best:  # as by train.max_time
-        return TrialState.PRUNED
-    if trial.state == "failed":
-        return TrialState.FAIL
-    return TrialState.RUNNING
+    if trial.state is TrialState.FINISHED:
+        return OptunaState.COMPLETE if has_best else OptunaState.PRUNED
+    if trial.state in (TrialState.PAUSED, TrialState.INFEASIBLE) or trial.diverged:
+        return OptunaState.PRUNED
+    if trial.state is TrialState.STOPPED and has_best:  # as by train.max_time
+        return OptunaState.PRUNED
+    if trial.state is TrialState.FAILED:
+        return OptunaState.FAIL
+    return OptunaState.RUNNING
 
 
 def copy_to_storage(url: str, name: str, space: Space, trials: Sequence[Trial], direction: str) -> None:
@@ -232,8 +233,7 @@ def copy_to_storage(url: str, name: str, space: Space, trials: Sequence[Trial], 
         )
         stored_jobs = {stored.user_attrs.get("job") for stored in study.get_trials(deepcopy=False)}
         for trial in trials:
-            has_ended = trial.state in ("finished", "failed", "infeasible")
-            if has_ended and trial.number not in stored_jobs:
+            if trial.state.has_ended and trial.number not in stored_jobs:
                 study.add_trial(_as_optuna(space, trial))
     except Exception as error:  # of SQLAlchemy, of its drivers, of the network
         raise UserError(f"sweep.storage={url}: {type(error).__name__}: {error}") from None
@@ -243,7 +243,7 @@ def importances(space: Space, trials: Sequence[Trial], direction: str) -> dict[s
     """Return the share of each setting in the differences between trials, by PED-ANOVA (Watanabe et al. 2023,
     arXiv:2304.10255); empty without Optuna, or with fewer than `_FEWEST_FOR_IMPORTANCE` finished trials.
     """
-    finished = [trial for trial in trials if trial.state == "finished"]
+    finished = [trial for trial in trials if trial.state is TrialState.FINISHED]
     if len(finished) < _FEWEST_FOR_IMPORTANCE:
         return {}
     with warnings.catch_warnings():

@@ -12,9 +12,9 @@ from trainapp.config.schema import Sweep
 from trainapp.errors import UserError
 from trainapp.files import json_object
 from trainapp.hooks import rungs
-from trainapp.sweep import jobs, samplers
-from trainapp.sweep.jobs import Outcome
+from trainapp.sweep import samplers
 from trainapp.sweep.journal import Journal, Trial, objectives_of
+from trainapp.sweep.outcome import NOT_OUR_CHILD, Outcome, TrialState
 from trainapp.sweep.pruner import Pruner
 from trainapp.sweep.space import Space
 
@@ -54,7 +54,7 @@ class TrialQueue:
         return int(min(self.space.size, most))
 
     @property
-    def states(self) -> Counter[str]:
+    def states(self) -> Counter[TrialState]:
         """The number of trials in each state."""
         return Counter(trial.state for trial in self.trials)
 
@@ -62,7 +62,7 @@ class TrialQueue:
     def has_failed_often(self) -> bool:
         """Whether `sweep.max_failures` is reached."""
         most = self.settings.max_failures
-        return most is not None and self.states["failed"] >= most
+        return most is not None and self.states[TrialState.FAILED] >= most
 
     @property
     def direction(self) -> str:
@@ -178,16 +178,16 @@ class TrialQueue:
             trial: of the job.
             status: the job's exit status.
         """
-        if status != jobs.NOT_OUR_CHILD:
+        if status != NOT_OUR_CHILD:
             self._kills[trial.number] += 1
         return self._kills[trial.number] <= RETRIES
 
-    def record_end(self, trial: Trial, outcome: Outcome) -> None:
+    def record_end(self, trial: Trial, end: Outcome) -> None:
         """Record in the journal how a trial has ended."""
-        facts = outcome._asdict()
-        if not outcome.error_kind:
-            del facts["error_kind"]
-        self.journal.add("end", number=trial.number, **facts)
+        fields = end._asdict()
+        if not end.error_kind:
+            del fields["error_kind"]
+        self.journal.add("end", number=trial.number, **fields)
 
     def copy_to_storage(self) -> None:
         """Copy the trials to `sweep.storage`, if there is one. Raises UserError if it cannot be written."""
@@ -199,12 +199,11 @@ class TrialQueue:
 
 def _trials_to_resume(trials: Sequence[Trial], retry_failed: bool) -> list[Trial]:
     """Return the trials that an earlier process of the sweep has left to do."""
-    states = ["new", "stopped"]
-    if retry_failed:
-        states += ["failed", "infeasible"]
     trials_to_resume = []
     for trial in trials:
-        was_promoted = trial.state == "paused" and not trial.is_held  # and then killed
-        if trial.state in states or was_promoted:
+        is_undone = trial.state in (TrialState.NEW, TrialState.STOPPED)
+        was_promoted = trial.state is TrialState.PAUSED and not trial.is_held  # and then killed
+        is_retried = retry_failed and trial.state.has_failed
+        if is_undone or was_promoted or is_retried:
             trials_to_resume.append(trial)
     return trials_to_resume

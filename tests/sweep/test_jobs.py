@@ -8,9 +8,8 @@ from trainapp.config import compose
 from trainapp.config.schema import Sweep
 from trainapp.sweep import jobs
 from trainapp.sweep.composing import ComposedJob
-from trainapp.sweep.jobs import MemoryNeed
+from trainapp.sweep.jobs import MemoryNeed, RunningJobs
 from trainapp.sweep.journal import Trial
-from trainapp.sweep.running_jobs import RunningJobs
 
 DEVICE = 90  # bytes that all jobs may use together
 
@@ -41,7 +40,7 @@ class Machine:
             return SimpleNamespace(poll=lambda: None)
 
         monkeypatch.setattr(jobs, "plan_memory", plan_memory)
-        monkeypatch.setattr(jobs, "start", start)
+        monkeypatch.setattr(jobs, "start_process", start)
 
     def job(self, number):
         return ComposedJob(number, str(number), [], self._folder / str(number), self._config)
