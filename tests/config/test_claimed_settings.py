@@ -86,6 +86,26 @@ def test_a_default_of_the_setting_is_passed_from_the_command_line():
     assert config.data.arguments == {"drop_last": True}
 
 
+@pytest.mark.parametrize("chosen", ["+experiment=mine", "data={_target_: test_claimed_settings.Set, drop_last: false}"])
+def test_a_default_of_the_setting_is_passed_where_a_file_or_a_section_writes_it(tmp_path, chosen):
+    """On the old code it was taken for one that was not written, and the class had its own default, true."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text(
+        "# @package _global_\n"
+        "user_packages: [test_claimed_settings]\n"
+        "data: {_target_: test_claimed_settings.Set, drop_last: false, num_workers: auto, on_change: refuse}\n"
+    )
+    packages = "user_packages=[test_claimed_settings]"
+    config = compose.from_command_line([*runs.TINY, packages, chosen.lstrip("+")], config_dir=tmp_path)
+    claimed = with_claimed_settings(config)
+    assert claimed.data.arguments["drop_last"] is False
+    assert "on_change" not in claimed.data.arguments  # the class has no such parameter
+    assert claimed.data.on_change == "refuse"
+    assert claimed.data.arguments.get("num_workers") == ("auto" if "experiment" in chosen else None)
+    assert with_claimed_settings(claimed) == claimed
+    locate_targets(claimed)
+
+
 def needy(split, drop_last):
     """A data set that requires it."""
 

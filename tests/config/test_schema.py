@@ -61,6 +61,10 @@ def changed(**settings):
         ({"eval": {"val": {"_target_": "x"}}}, "eval.val=val: must consist of letters, digits, _ and -"),
         ({"task": {"width": 1}}, "task={'width': 1}: must be a valid string"),
         ({"user_packages": "mine"}, "user_packages=mine: must be a valid list"),
+        (
+            {"user_packages": [float("inf")]},
+            "user_packages.0=inf: must be a valid string; YAML does not read it as one: write it in quotes",
+        ),
     ],
 )
 def test_value_out_of_its_rule(settings, message):

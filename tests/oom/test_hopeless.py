@@ -49,8 +49,22 @@ def test_a_commit_that_asks_for_the_same(tmp_path, caplog):
     momentum = ("optimizer=sgd", "optimizer.nesterov=false", "+optimizer.dampening=0.1")
     message, retries = ended(tmp_path, caplog, *momentum, limit=PARAMETERS * 3 - 20_000, share=16)
     assert len(retries) == 1
-    first = message.splitlines()[0]
+    first, *rest = message.splitlines()
     assert first == "out of memory in commit with micro-batch 8: what it asks for does not depend on the micro-batch."
+    assert any(line.strip().startswith("optimizer=adamw_4bit: saves") for line in rest)
+    # On the old code, also what saves activations, of which a commit has none, or the gradients of a whole step.
+    assert not any(line.strip().startswith(("precision=bf16:", "optimizer.in_backward")) for line in rest)
+
+
+def test_of_a_whole_batch_only_what_its_forward_needs_is_advised(tmp_path, caplog):
+    """Gradients, which an update in the backward spares, are none of it."""
+    whole = ("task=own_tasks.Whole", "user_packages=[own_models,own_tasks]")
+    message, retries = ended(tmp_path, caplog, *PLAIN, *whole, limit=PARAMETERS * 3 // 2, share=1024)
+    assert retries == []
+    assert "whole_batch=True" in message
+    assert "  precision=bf16: saves" in message
+    assert "optimizer.in_backward" not in message
+    assert "optimizer=adamw_8bit" not in message  # there is no state
 
 
 @pytest.mark.parametrize("grow", ["true", "false"])

@@ -42,6 +42,16 @@ def test_a_bad_loss_stops_with_step_metric_and_checkpoint(tmp_path, save):
     assert all(torch.isfinite(p).all() for p in run.state.model.parameters())
 
 
+def test_an_infinite_loss_may_be_that_of_a_ctc_loss():
+    """A nan is not. On the old code the advice was that of a nan: lower rates and clipping."""
+    check = NonFiniteCheck("stop", torch.device("cpu"), scaled=False)
+    with pytest.raises(TrainingStopped, match=r"a CTC loss has it where a target is longer .*zero_infinity=True"):
+        check.allows_update(0, float("inf"), 1.0, 1)
+    with pytest.raises(TrainingStopped) as of_nan:
+        check.allows_update(0, float("nan"), 1.0, 1)
+    assert "CTC" not in str(of_nan.value)
+
+
 def test_a_bad_gradient_under_a_good_loss_stops_too(tmp_path):
     run = runs.prepare(tmp_path, *MLP)
     run.state.model.head.bias.register_hook(lambda gradient: gradient * float("inf"))

@@ -132,6 +132,16 @@ def test_an_overflow_skips_the_step_and_nothing_else(tmp_path, optimizer):
     assert lines[-1]["samples"] == 16 * (6 + skipped)
 
 
+def test_the_first_scale_follows_the_tokens_of_a_sample(tmp_path):
+    """On the old code 5 steps were skipped: it halved once per step, though the loss is a sum over 256 tokens."""
+    tokens = ("model.context_length=256", "model.width=32", "model.dropout=0")
+    run = runs.prepare(tmp_path, *runs.MODELS["gpt"], *tokens, "precision=fp16", "train.max_steps=2")
+    loop.train(run)
+    run.tracker.close()
+    assert run.state.progress.skipped == 1
+    assert run.state.precision.scaler.get_scale() == 65536 / 256
+
+
 @pytest.mark.parametrize(
     "build",
     [

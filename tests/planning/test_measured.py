@@ -10,10 +10,11 @@ from torch import nn
 from trainapp.assembly.resolved_targets import resolve_targets
 from trainapp.config import compose
 from trainapp.memory.live_tensors import MemoryLimitExceeded
-from trainapp.planning import planner, process
+from trainapp.planning import planner, printed, process
 from trainapp.planning.measured import MeasuredEstimator, _on_the_line
 from trainapp.planning.recorder import Breakdown
 from trainapp.planning.values import NeedsValues
+from trainapp.units import bytes_text
 
 OVER = (
     *runs.TINY, "every.eval=null", "checkpointing=off", "oom.grow=false", "data=digits",
@@ -185,3 +186,28 @@ def test_plan_measure_runs_the_plan_and_its_first_techniques(tmp_path):
     assert "measured     time  largest" in done.stdout
     row = next(line for line in done.stdout.splitlines() if line.endswith("activation_checkpointing=full"))
     assert " x " in row
+
+
+def test_a_peak_within_the_margin_may_run():
+    """On the old code: "no micro-batch fits", also of a limit above the peak."""
+    overrides = (*OVER, *runs.MODELS["mlp"], "batch.global_size=1", "batch.micro_size=auto")
+
+    def facts_with(limit):
+        config = compose.from_command_line([*overrides, f"memory.limit={limit}"])
+        return planner.plan(config, "measured")[0]
+
+    peak = facts_with("1GiB")["peak_bytes"]
+    config = compose.from_command_line(overrides)
+    facts = facts_with(int(peak * 1.02))
+    assert facts["largest_micro_size"] == 0
+    text = printed.plan_text(facts, config)
+    assert "no micro-batch is certain to fit" in text
+    assert text.endswith("it may run, and mode=train tries it")
+    assert printed.plan_text(facts_with(int(peak * 0.98)), config).endswith(
+        f"no micro-batch fits {bytes_text(int(peak * 0.98))}"
+    )
+
+    # With techniques, of which the same holds.
+    facts["best"] = {"overrides": "precision=bf16", "peak_bytes": peak, "missing_bytes": peak // 12, "result": "same"}
+    *_, closest, _ = printed.plan_text(facts, config).splitlines()
+    assert closest.startswith("nothing is certain to fit")

@@ -205,6 +205,29 @@ def test_small_differences_by_the_sizes_are_not_called_rounding(whole, tmp_path,
     )
 
 
+def test_rounding_is_by_the_dtype_in_which_the_runs_compute(whole, tmp_path, capsys):
+    """Of fp64, a difference of fp32's size is none of rounding."""
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        shutil.copytree(whole, folder)
+    path = tmp_path / "b/metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+
+    def sentence_for(change, *computes_in):
+        for name, dtype in zip("ab", computes_in, strict=True):
+            recipe = json.loads((tmp_path / name / "recipe.json").read_text())
+            recipe["precision"]["computes_in"] = dtype
+            (tmp_path / name / "recipe.json").write_text(json.dumps(recipe))
+        changed = [line | {"loss": line["loss"] * (1 + change)} for line in lines]
+        path.write_text("".join(json.dumps(line) + "\n" for line in changed))
+        return shown(capsys, tmp_path / "a", tmp_path / "b")[1]
+
+    assert sentence_for(1e-6, "float64", "float64").startswith("different from step 1 on (loss)")
+    assert sentence_for(1e-12, "float64", "float64").startswith("the same up to rounding")
+    assert sentence_for(1e-6, "float64", "float32").startswith("the same up to rounding")
+    assert sentence_for(1e-3, "float32", "float32").startswith("different")
+    assert sentence_for(1e-3, "bfloat16", "float32").startswith("the same up to rounding")
+
+
 def test_other_ranks_after_a_resume_are_named(whole, tmp_path, capsys):
     for folder in (tmp_path / "a", tmp_path / "b"):
         shutil.copytree(whole, folder)

@@ -84,6 +84,16 @@ def test_it_has_six_lines_and_names_the_defaults_that_a_plain_script_does_not_ha
             "optimizer",
             "AdamW, lr 0.3, begins at 0.05, betas",
         ),
+        (
+            ("stopping.patience=3", "every.eval=2"),
+            "schedule",
+            "; the run ends after 3 evaluations in a row without an improvement of max accuracy",
+        ),
+        (
+            ("stopping={patience: 1, min_delta: 0.01, metric: min loss}", "every.eval=2"),
+            "schedule",
+            "; the run ends after 1 evaluation without an improvement of min loss by more than 0.01",
+        ),
         (("precision=bf16",), "precision", "matmuls and convolutions in bf16 (autocast); weights in float32"),
     ],
 )
@@ -236,6 +246,13 @@ def test_the_mode_of_frozen_layers_is_named(tmp_path):
     )
     assert weights_line(tmp_path / "train", *resnet) == f"{frozen}, {moving}"
     assert weights_line(tmp_path / "eval", *resnet, "model.freeze_mode=eval") == frozen
+
+
+def test_early_stopping_is_recorded_where_it_is_set(tmp_path):
+    facts, _ = recipe_of(tmp_path / "without", *MLP)
+    assert "stopping" not in facts
+    facts, _ = recipe_of(tmp_path / "with", *MLP, "stopping.patience=3", "every.eval=2")
+    assert facts["stopping"] == {"patience": 3, "min_delta": 0.0, "metric": "max accuracy"}
 
 
 def test_a_run_writes_it(tmp_path):

@@ -136,7 +136,9 @@ def test_an_option_of_an_optimizer_needs_no_setting_of_ours(tmp_path, monkeypatc
     (tmp_path / "optimizer").mkdir()
     (tmp_path / "optimizer" / "lion.yaml").write_text("_target_: own.Lion\nbetas: [0.9, 0.99]\n")
     monkeypatch.setattr(catalogue, "CONF", tmp_path)
-    changes = catalogue.Technique("optimizer=lion", "half of AdamW's state", "another optimizer").changes
+    changes = catalogue.Technique(
+        "optimizer=lion", "half of AdamW's state", "another optimizer", relieves=frozenset()
+    ).changes
     assert changes == {"optimizer.target": "own.Lion", "optimizer.arguments": {"betas": [0.9, 0.99]}}
 
 
@@ -181,3 +183,16 @@ def test_adamw_in_fewer_bits_is_another_algorithm_for_all_but_adamw(given, resul
     situation = Situation(compose.from_command_line(given), nn.Linear(2, 2), knows_loss=False)
     found = {technique.setting: technique.result for technique in catalogue.available(situation)}
     assert found["optimizer=adamw_4bit"] == result
+
+
+class OwnOptimizer(torch.optim.Adam):
+    """A user's class."""
+
+
+def test_no_option_is_offered_in_place_of_a_users_class():
+    """On the old code `optimizer=sgd` was: it would replace the class, or pass it a momentum."""
+    own = ("optimizer._target_=test_catalogue.OwnOptimizer", "user_packages=[test_catalogue]")
+    situation = Situation(compose.from_command_line(own), nn.Linear(2, 2), knows_loss=False)
+    offered = {technique.setting for technique in catalogue.available(situation)}
+    assert "precision=bf16" in offered
+    assert not any("optimizer=" in setting for setting in offered)

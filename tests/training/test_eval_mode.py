@@ -52,6 +52,17 @@ def test_the_global_batch_is_that_of_the_run(tmp_path):
         runner.run(compose.from_command_line([*evaluated, "batch.global_size=2000"], str(tmp_path / "other")))
 
 
+def test_an_optimizer_on_its_command_line_is_that_of_the_run(tmp_path):
+    """An evaluation makes no step. On the old code: "saved with AdamW, but this run has RMSprop"."""
+    mlp = (*runs.MODELS["mlp"], "tracker=[]")
+    runs.run(tmp_path / "run", *mlp, "every.eval=4")
+    other = ("optimizer._target_=torch.optim.RMSprop", "optimizer.lr=0.5")
+    runs.run(tmp_path / "eval", *mlp, *other, "mode=eval", f"checkpointing.resume={tmp_path / 'run'}")
+    (logged,) = helpers.evaluations(tmp_path / "run")
+    (again,) = helpers.evaluations(tmp_path / "eval")
+    assert again["loss"] == logged["loss"]
+
+
 def test_agrees_with_plain_pytorch(tmp_path):
     """The mean over all samples of the validation split, in eval mode, including an uneven last batch."""
     runs.run(tmp_path, *runs.MODELS["resnet"], "train.max_steps=6", "every.eval=6", "batch.eval_micro_size=100")

@@ -118,12 +118,22 @@ def messages(
         known_keys: returns the keys that exist at a location below it.
     """
     rules_by_subject: dict[str, list[str]] = {}  # several for a union, which gives one error per branch
+    unquoted_texts = set()  # the subjects that may be texts which YAML takes for something else
     for details in error.errors():
         subject, rule = _subject_and_rule(details, prefix, known_keys)
         rules = rules_by_subject.setdefault(subject, [])
         if rule not in rules:
             rules.append(rule)
-    return [f"{subject}: {_joined(rules)}" for subject, rules in rules_by_subject.items()]
+        if details["type"] == "string_type" and isinstance(details["input"], bool | int | float):
+            unquoted_texts.add(subject)
+
+    lines = []
+    for subject, rules in rules_by_subject.items():
+        line = f"{subject}: {_joined(rules)}"
+        if subject in unquoted_texts and len(rules) == 1:
+            line += "; YAML does not read it as one: write it in quotes"
+        lines.append(line)
+    return lines
 
 
 def _subject_and_rule(

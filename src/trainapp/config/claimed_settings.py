@@ -8,7 +8,7 @@ The value is the argument of the class, and the setting keeps its default. The s
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import pydantic
@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from trainapp.config import targets
 from trainapp.config.arguments import NAMED, as_yaml, messages, parameters_of
-from trainapp.config.schema import Config, Optimizer, Target, setting_names
+from trainapp.config.schema import Config, Optimizer, Target, is_users_class, setting_names
 from trainapp.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ _PASSED_ON = {"lr", "weight_decay", "fused"}
 def with_claimed_settings(config: Config) -> Config:
     """Return the configuration in which claimed settings are arguments. Of such a configuration, the same again.
 
-    A value equal to the setting's default is an argument only if the class requires it or the command line has it: from
-    the files' values one cannot tell that it was written.
+    A value equal to the setting's default is an argument only if the class requires it, or if it was written: on the
+    command line, or in a file, see `with_written_defaults`.
     """
     updates = []
     for number, update in enumerate(config.updates):
@@ -59,8 +59,14 @@ def _with_claims(config: Config, section: str, node: Section) -> Section:
         return node  # reported with all other mistakes
     parameters = parameters_of(target)
 
+    # A written default that the class does not claim is the setting's.
+    claimed_names = {setting.name for setting in _claimed_settings(node, target)}
+    arguments = {}
+    for name, value in node.arguments.items():
+        if name in claimed_names or not _is_default(node, name, value):
+            arguments[name] = value
+
     # The value moves to the arguments, and the setting gets its default back.
-    arguments = dict(node.arguments)
     defaults = {}
     for setting in _claimed_settings(node, target):
         value = getattr(node, setting.name)
@@ -73,6 +79,33 @@ def _with_claims(config: Config, section: str, node: Section) -> Section:
         elif is_required or is_on_command_line:
             arguments.setdefault(setting.name, _plain(value))
     return dataclasses.replace(node, arguments=arguments, **defaults)
+
+
+def with_written_defaults(config: Config, written: Iterable[str]) -> Config:
+    """Return the configuration in which settings that the user wrote beside a class, with the value of their default,
+    are arguments for now: whether the class claims them is known once it is imported.
+
+    Args:
+        config: the configuration, as composed.
+        written: the settings beside the classes of data, model and optimizer that the user's files write.
+    """
+    changed: dict[str, Any] = {}
+    for setting in written:
+        section, _, name = setting.partition(".")
+        node: Target = changed.get(section) or getattr(config, section)
+        value = getattr(node, name)
+        if is_users_class(node.target) and name not in node.arguments and _is_default(node, name, value):
+            arguments = node.arguments | {name: _plain(value)}
+            changed[section] = dataclasses.replace(node, arguments=arguments)
+    return dataclasses.replace(config, **changed)
+
+
+def _is_default(node: Target, name: str, value: Any) -> bool:
+    """Return whether this is the name of a setting beside the class, and the value is the setting's default."""
+    for setting in dataclasses.fields(node):
+        if setting.name == name and name in setting_names(type(node)):
+            return bool(_plain(_default_of(setting)) == _plain(value))
+    return False
 
 
 def _claimed_settings(node: Target, target: Callable[..., Any]) -> Iterator["dataclasses.Field[Any]"]:

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 
 from trainapp.config import command_line, excludes, mistakes, replaced_options
 from trainapp.config.arguments import messages
+from trainapp.config.claimed_settings import with_written_defaults
 from trainapp.config.schema import Config, UpdateSettings
 from trainapp.errors import UserError
 from trainapp.files import CONF
@@ -115,8 +116,10 @@ def from_hydra(composed: DictConfig, run_dir: str, command: str, overrides: Iter
             task = {"_target_": task}
         plain["task"] = _merged(task, plain.pop("task_arguments", {}))
 
+    written = plain.pop(replaced_options.WRITTEN, [])
     settings = {_setting_of(text) for text in overrides}
-    return from_dict(plain, run_dir, command, sorted(settings))
+    config = from_dict(plain, run_dir, command, sorted(settings))
+    return with_written_defaults(config, written)
 
 
 def _merged(node: Any, changes: Any) -> Any:

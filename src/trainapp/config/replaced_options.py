@@ -16,22 +16,28 @@ is the same in Hydra 1.3.8 and 1.4.0rc3. All compositions pass through it: runs,
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra._internal import config_loader_impl, defaults_list
 from hydra._internal.config_repository import IConfigRepository
 from hydra._internal.defaults_list import DefaultsList
 from hydra.core.default_element import ResultDefault
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, OverrideType
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainapp.config.schema import Data, Model, Optimizer, setting_names
+from trainapp.files import CONF
 
 GROUPS = ("data", "model", "optimizer", "schedule")
 _GROUPS_OF_SECTIONS = ("eval", "metrics", "callbacks", "tracker")  # each of them names classes by name
 # By section, the settings that are no arguments of its class.
 _SETTINGS = {"data": setting_names(Data), "model": setting_names(Model), "optimizer": setting_names(Optimizer)}
+# The settings of the sections that a class beside them may claim, see `claimed_settings`.
+_CLAIMABLE = [f"{section}.{name}" for section, names in _SETTINGS.items() for name in sorted(names)]
+WRITTEN = "written_by_user"  # the key of those that a composed configuration names
 _MARK = "hydra/trainapp"  # a configuration that other programs with Hydra do not have
 
 
@@ -61,6 +67,7 @@ def _create_defaults_list(
     for option in composition.options():
         if composition.is_replaced(option):
             composition.leave_out(option)
+    composition.note_written_settings()
     return defaults
 
 
@@ -241,6 +248,37 @@ class _Composition:
             else:
                 overrides.append(override)
         self._defaults.config_overrides = overrides
+
+    def note_written_settings(self) -> None:
+        """Compose also WRITTEN: the settings beside a class that the user's files, or overrides of a whole section,
+        write. Once composed, a value that equals the default would look like the default.
+        """
+        written = [setting for setting in _CLAIMABLE if self._user_writes(setting)]
+        if written:
+            text = f"++{WRITTEN}=[{','.join(written)}]"
+            self._defaults.config_overrides.extend(OverridesParser.create().parse_overrides([text]))
+
+    def _user_writes(self, setting: str) -> bool:
+        """Return whether a file other than the program's, or an override, writes a setting."""
+        section, _, name = setting.rpartition(".")
+        sections = []
+        for entry in self._defaults.defaults:
+            if not self._is_of_program(entry):
+                sections.append(self._value_in(entry, section))
+        for override in self._overrides:
+            if not override.is_delete() and override.package is None:
+                sections.extend(_value_at(value, override.key_or_group, section) for value in _values(override))
+        return any(isinstance(content, dict) and name in content for content in sections)
+
+    def _is_of_program(self, entry: ResultDefault) -> bool:
+        """Return whether a file is one of the program's: those of `conf/`, and Hydra's own."""
+        if entry.config_path is None:
+            return True
+        loaded = self._repo.load_config(entry.config_path)
+        assert loaded is not None
+        if loaded.provider == "hydra":
+            return True
+        return Path(loaded.path.removeprefix("file://")).is_relative_to(CONF)
 
     def _some_file_sets(self, setting: str) -> bool:
         return any(self._file_sets(entry, setting) for entry in self._defaults.defaults)

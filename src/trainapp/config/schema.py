@@ -171,7 +171,7 @@ class Target:
         except ValidationError as error:
             # Only if every mistake is the value of a setting: any other mistake is one for every class.
             wrong_names = {details["loc"][0] for details in error.errors() if details["loc"]}
-            is_of_user = isinstance(node, dict) and _is_users_class(node.get("_target_"))
+            is_of_user = isinstance(node, dict) and is_users_class(node.get("_target_"))
             if not is_of_user or not wrong_names <= setting_names(cls):
                 raise
 
@@ -182,7 +182,8 @@ class Target:
             return section
 
 
-def _is_users_class(target: Any) -> bool:
+def is_users_class(target: Any) -> bool:
+    """Return whether a `_target_` names a class that is neither trainapp's nor that of torch or Transformers."""
     return isinstance(target, str) and "." in target and not target.startswith(("trainapp.", "torch.", "transformers."))
 
 

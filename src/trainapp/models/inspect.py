@@ -147,9 +147,16 @@ def blocks_of(model: nn.Module, setting: str) -> list[nn.Module]:
         blocks = _blocks_of_transformers(model)
         if blocks:
             return blocks
+    model_name = type(model).__name__
+    if isinstance(method, nn.Module):  # the model's forward would find a method of this name in its place
+        raise UserError(
+            f"{setting}: {model_name} does not declare its blocks: its attribute `blocks`, a {type(method).__name__}, "
+            "is not the method of this name that does; wrap the model in a module whose forward calls it, with a "
+            "method `blocks(self) -> list[nn.Module]` that returns `list(self.model.blocks)`, or rename the attribute "
+            "and add the method"
+        )
     raise UserError(
-        f"{setting}: {type(model).__name__} does not declare its blocks; give it a method "
-        "`blocks(self) -> list[nn.Module]`"
+        f"{setting}: {model_name} does not declare its blocks; give it a method `blocks(self) -> list[nn.Module]`"
     )
 
 

@@ -2,9 +2,10 @@
 
 from trainapp.losses import losses
 from trainapp.memory.live_tensors import Category
-from trainapp.oom.report import Failure, sizes_of_phase
+from trainapp.oom.report import UPDATE_PHASES, Failure, sizes_of_phase
 from trainapp.sizes.micro_batches import ErrorKind
-from trainapp.techniques.catalogue import Situation, available
+from trainapp.techniques.catalogue import Situation, Technique, available
+from trainapp.training.phase import Phase
 from trainapp.training.session import Session
 from trainapp.units import bytes_text
 
@@ -63,8 +64,7 @@ def final_message(session: Session, failure: Failure) -> str:
             lines.append(f"{category.label:<18}{bytes_text(size):>12}")
 
     # What would need less.
-    situation = Situation(session.config, session.state.model, session.engine.knows_loss)
-    techniques = available(situation)
+    techniques = _helpful_techniques(session, failure)
     if techniques:
         lines.append("Settings that save memory (add mode=plan to the command to see how much):")
     for technique in techniques:
@@ -77,6 +77,42 @@ def final_message(session: Session, failure: Failure) -> str:
     else:
         lines.append("No checkpoint was written yet.")
     return "\n".join(lines)
+
+
+def _helpful_techniques(session: Session, failure: Failure) -> list[Technique]:
+    """Return the techniques that would need less of what was in memory, or was asked for."""
+    categories = _categories_involved(failure)
+    size = failure.recovery.old_size
+    is_split = not failure.evaluating and session.batches.accumulation(size) > 1
+    situation = Situation(session.config, session.state.model, session.engine.knows_loss)
+    techniques = []
+    for technique in available(situation):
+        # An update in the last backward keeps the gradients of all earlier ones.
+        if is_split and "optimizer.in_backward" in technique.changes:
+            continue
+        if failure.evaluating and technique.is_for_backward:
+            continue
+        if technique.relieves & categories:
+            techniques.append(technique)
+    return techniques
+
+
+def _categories_involved(failure: Failure) -> set[Category]:
+    """Return the categories of what was in memory, and of what the phase makes."""
+    categories = {category for category, size in failure.by_category.items() if size}
+    if failure.resident:
+        return categories
+
+    # What the phase was about to make may not be there yet; an update has no activations but temporaries.
+    if failure.phase is Phase.COMMIT:
+        categories.add(Category.OPTIMIZER_STATE)
+    if failure.phase is Phase.BACKWARD:
+        categories.add(Category.GRADIENTS)
+    if failure.phase in UPDATE_PHASES:
+        categories.discard(Category.ACTIVATIONS)
+    else:
+        categories.add(Category.ACTIVATIONS)
+    return categories
 
 
 def _why_no_smaller(session: Session, failure: Failure) -> str:

@@ -90,6 +90,19 @@ class Precision:
         self.scaler.update()
         return not overflowed
 
+    def lower_first_scale(self, factor: float) -> None:
+        """Divide the loss scale by a factor, rounded down to a power of two. Call after the first step has overflowed.
+
+        A loss is a sum over a step's count, of which the backward divides by the samples alone: where a sample has many
+        tokens, the first scale is that many times larger than for a mean. A scale that only halves would skip as many
+        steps as the number has bits.
+        """
+        if not 1 < factor < math.inf:
+            return
+        halvings = math.floor(math.log2(factor)) - 1  # `step` has halved it once
+        if halvings > 0:
+            self.scaler.update(self.scaler.get_scale() / 2**halvings)
+
     def reset_scaler(self) -> None:
         """Abandon a step after unscaling and before stepping. The loss scale is unchanged."""
         if self.scaler.is_enabled():
@@ -224,7 +237,8 @@ class NonFiniteCheck:
                 continue
             if self.policy == "stop" or is_negative_count:
                 problem = "negative" if math.isfinite(number) else "not finite"
-                self._stop(step, f"the {name} is {problem} ({number:g})", update)
+                is_infinite_loss = name == "loss" and number == math.inf
+                self._stop(step, f"the {name} is {problem} ({number:g})", update, is_infinite_loss)
             self.record_outcome(False, step, update=update)
             return False
         if unread:
@@ -278,9 +292,15 @@ class NonFiniteCheck:
         if first_bad_step >= 0:
             self._stop(first_bad_step, "loss or gradients are not finite, or the count is 0, negative or not finite")
 
-    def _stop(self, step: int, problem: str, update: str = "") -> NoReturn:
+    def _stop(self, step: int, problem: str, update: str = "", is_infinite_loss: bool = False) -> NoReturn:
+        hint = ""
+        if is_infinite_loss:
+            hint = (
+                " A loss of inf may be that of a single sample: a CTC loss has it where a target is longer than its "
+                "input allows (check the lengths, or set its zero_infinity=True)."
+            )
         raise NotFinite(
-            f"step {step + 1}{_suffix(update)}: {problem}; {self._saved()}. A lower optimizer.lr, a longer "
+            f"step {step + 1}{_suffix(update)}: {problem}; {self._saved()}.{hint} A lower optimizer.lr, a longer "
             "schedule.warmup or train.grad_clip may help; train.nonfinite=skip skips such steps; debug=nonfinite finds "
             "where it comes from. A count is the number of samples or tokens, or the sum of their weights"
         )

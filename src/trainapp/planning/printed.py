@@ -41,7 +41,7 @@ def plan_text(facts: Facts, config: Config) -> str:
     if largest:
         lines.append(f"largest that fits {limit}: micro-batch {largest}")
     else:
-        lines.append(f"no micro-batch fits {limit}")
+        lines.append(_no_size_line(facts))
 
     # What to change.
     if facts["best"] is not None:
@@ -99,6 +99,21 @@ def _bars(sizes: dict[str, int]) -> list[str]:
     return lines
 
 
+def _no_size_line(facts: Facts) -> str:
+    """Return why no size fits: the peak exceeds the limit, or only the margin of the estimate does."""
+    limit = bytes_text(facts["limit_bytes"])
+    peak_bytes = facts["peak_bytes"]
+    if peak_bytes > facts["limit_bytes"]:
+        return f"no micro-batch fits {limit}"
+    peak = bytes_text(peak_bytes)
+    free = bytes_text(facts["limit_bytes"] - peak_bytes)
+    margin = bytes_text(round(facts["margin"] * peak_bytes))
+    return (
+        f"no micro-batch is certain to fit {limit}: with {facts['micro_size']}, the peak of {peak} leaves {free} free, "
+        f"less than the estimate's margin of {margin}; it may run, and mode=train tries it"
+    )
+
+
 def _technique_lines(facts: Facts) -> list[str]:
     """Return a table at most WIDTH characters wide, with a heading before each result but the same."""
     # The heading: two columns more where techniques have been measured.
@@ -147,6 +162,11 @@ def _best_lines(facts: Facts) -> list[str]:
     peak = bytes_text(best["peak_bytes"])
     if best["missing_bytes"]:
         missing = bytes_text(best["missing_bytes"])
+        if best["peak_bytes"] <= facts["limit_bytes"]:
+            text = (
+                f"nothing is certain to fit {limit}; the closest has a peak of {peak}, and its margin is {missing} more"
+            )
+            return [f"{text} than is free:", best["overrides"]]
         return [f"nothing fits {limit}; the closest needs {peak}, {missing} too much:", best["overrides"]]
     changes = ", though it changes the training" if best["result"] == "other" else ""
     return [f"the least change that fits {limit}: peak {peak}{changes}:", best["overrides"]]

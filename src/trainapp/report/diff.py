@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from trainapp.checkpoint.comparison import CheckpointDifference
 
 IDENTICAL, DIFFERENT, NOTHING_COMPARED = 0, 1, 2  # exit codes, as those of diff
-# The largest relative difference that other roundings alone explain; its growth over many steps exceeds it.
-_ROUNDING_FP32 = 1e-4
-_ROUNDING = 1e-2
-_ROUNDED_AS_FP32 = frozenset({"fp32", "tf32"})
+# The largest relative difference that other roundings alone explain, by dtype; its growth over many steps exceeds it.
+_ROUNDING_BY_DTYPE = {"float64": 1e-10, "float32": 1e-4}
+_ROUNDING = 1e-2  # of any other dtype
 _JUDGED = ("loss", "lr", "grad_norm")  # continuous: a metric such as accuracy jumps where a rounding decides
 _MOST_ROWS = 10  # per table
 _LONGEST = 60  # characters of a value
@@ -88,9 +87,11 @@ def compare(a: Path, b: Path, which: int | str | None = None) -> Comparison:
 
     weights, no_weights = _compare_weights(a, b, which)
 
-    # The coarser precision of the two decides what may be rounding.
-    is_fp32 = differences.precisions(*records) <= _ROUNDED_AS_FP32
-    rounding = _ROUNDING_FP32 if is_fp32 else _ROUNDING
+    # The coarsest dtype of the two runs decides what may be rounding.
+    dtypes = differences.dtypes(record_of_a) | differences.dtypes(record_of_b)
+    if not dtypes:  # no file tells
+        dtypes = {"float32"}
+    rounding = max(_ROUNDING_BY_DTYPE.get(dtype, _ROUNDING) for dtype in dtypes)
     return Comparison(
         a=record_of_a,
         b=record_of_b,

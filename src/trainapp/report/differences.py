@@ -159,16 +159,18 @@ def settings(a: RunRecord, b: RunRecord) -> list[Change] | None:
     return None
 
 
-def precisions(a: RunRecord, b: RunRecord) -> set[str]:
-    """Return the runs' `precision.mode`, as far as their files tell."""
-    modes = set()
-    for record in (a, b):
-        configuration = record.settings or record.manifest.get("config") or {}
-        precision = configuration.get("precision") or {}
-        mode = precision.get("mode")
-        if mode is not None:
-            modes.add(mode)
-    return modes
+def dtypes(record: RunRecord) -> set[str]:
+    """Return the dtypes in which the run computes, as far as its files tell: of a model in fp64, `float64`."""
+    precision = record.recipe.get("precision") or {}
+    if "computes_in" in precision:
+        return set(precision["computes_in"].split(" and "))
+
+    # Without a recipe: the setting, which knows nothing of the model's own dtype.
+    configuration = record.settings or record.manifest.get("config") or {}
+    mode = (configuration.get("precision") or {}).get("mode")
+    if mode is None:
+        return set()
+    return {"float32"} if mode in ("fp32", "tf32") else {"bfloat16"}
 
 
 def environment(a: RunRecord, b: RunRecord) -> list[Pair]:

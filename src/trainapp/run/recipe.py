@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from trainapp.checkpoint.train_state import Update
+from trainapp.config.schema import Config
 from trainapp.files import RECIPE, atomic_write, json_object, strict_json
 from trainapp.losses.losses import Task, unchecked
 from trainapp.models.inspect import batchnorms, untrained_modules
@@ -115,6 +116,15 @@ class ScheduleRecipe:
 
 
 @dataclass(frozen=True)
+class StoppingRecipe:
+    """The end of the run where evaluations no longer improve: `stopping`."""
+
+    patience: int
+    min_delta: float
+    metric: str  # with its direction
+
+
+@dataclass(frozen=True)
 class FrozenRecipe:
     """The model's frozen parameters, and the layers in frozen modules that training changes nevertheless."""
 
@@ -146,6 +156,7 @@ class TrainingRecipe:
     optimizers: list[OptimizerRecipe]
     grad_clip: float | None
     schedule: ScheduleRecipe
+    stopping: StoppingRecipe | None
     batchnorm_layers: int  # that normalise over a micro-batch
     checks: dict[str, str]
     frozen: FrozenRecipe | None
@@ -174,7 +185,7 @@ class Recipe:
 
 
 _FILE_KEYS = {"class_name": "class"}  # by the name of the field, where they differ
-_ONLY_IF_ANY = ("initial_weights", "frozen", "resumes")
+_ONLY_IF_ANY = ("initial_weights", "stopping", "frozen", "resumes")
 
 
 def _as_dict(value: Any) -> Any:
@@ -305,6 +316,7 @@ def _training(session: Session, earlier: Mapping[str, Any]) -> TrainingRecipe:
         optimizers=[_optimizer(update, session) for update in session.state.updates],
         grad_clip=config.train.grad_clip,
         schedule=_schedule(session),
+        stopping=_stopping(session.config, objective),
         batchnorm_layers=_batchnorm_layers(session.state.model),
         checks=dict(session.checks),
         frozen=_frozen(session.state.model),
@@ -436,3 +448,15 @@ def _schedule(session: Session) -> ScheduleRecipe:
         final_factor=settings.final if has_final_factor else None,
         total_steps=session.limits.length.total_steps,
     )
+
+
+def _stopping(config: Config, objective: str | None) -> StoppingRecipe | None:
+    """Return what ends the run early. objective: with its direction."""
+    settings = config.stopping
+    if settings.patience is None:
+        return None
+    metric = settings.metric
+    if metric == "auto":
+        assert objective is not None, "refused by config.excludes"
+        metric = objective
+    return StoppingRecipe(settings.patience, settings.min_delta, metric)

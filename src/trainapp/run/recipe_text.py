@@ -16,6 +16,7 @@ from trainapp.run.recipe import (
     PrecisionRecipe,
     Recipe,
     ScheduleRecipe,
+    StoppingRecipe,
     TrainingRecipe,
 )
 from trainapp.training.session import InitialWeights
@@ -267,6 +268,18 @@ def _schedule_text(training: TrainingRecipe) -> str:
         text += f", with {plural(schedule.warmup_steps, 'step')} of warm-up"
     if "warmup" in schedule.arguments:  # a parameter of the class or function
         text += ", no warm-up added to its own"
+    if training.stopping is not None:
+        text += f"; {_stopping_text(training.stopping)}"
+    return text
+
+
+def _stopping_text(stopping: StoppingRecipe) -> str:
+    evaluations = plural(stopping.patience, "evaluation")
+    if stopping.patience > 1:
+        evaluations += " in a row"
+    text = f"the run ends after {evaluations} without an improvement of {stopping.metric}"
+    if stopping.min_delta:
+        text += f" by more than {stopping.min_delta:g}"
     return text
 
 

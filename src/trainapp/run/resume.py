@@ -173,14 +173,15 @@ def saved_config(path: Path, values: dict[str, Any]) -> Config:
 
 def _sections_left_to_checkpoint(config: Config) -> list[str]:
     """Return the sections that the command line leaves to the checkpoint: a run's model may predict on other data.
-    Single settings change the data of the run. An experiment chooses everything.
+    Single settings change the data of the run. An experiment chooses everything but the optimizer: without a step, none
+    is used, and only the run's own can be loaded.
     """
     if config.chooses("experiment"):
-        return []
+        return ["optimizer"]
     is_other_data = not {"data", "data._target_"}.isdisjoint(config.given)
     is_other_task = not {"task", "task._target_"}.isdisjoint(config.given)
     is_chosen = {name: config.chooses(name) for name in _MADE_OF}
-    is_chosen |= {"data": is_other_data, "task": is_other_task, "task_arguments": is_other_task}
+    is_chosen |= {"data": is_other_data, "task": is_other_task, "task_arguments": is_other_task, "optimizer": False}
 
     # Sections that go with what is done, or with the data.
     if config.activity.writes_rows:

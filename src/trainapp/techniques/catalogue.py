@@ -17,9 +17,10 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from trainapp.config import excludes, targets
-from trainapp.config.schema import Config, Optimizer
+from trainapp.config.schema import Config, Optimizer, is_users_class
 from trainapp.errors import UserError
 from trainapp.files import CONF
+from trainapp.memory.live_tensors import Category
 from trainapp.models.adapters import linear_layers
 from trainapp.models.inspect import batchnorms, blocks_of, instead_of_batchnorm
 from trainapp.techniques import chunked_loss
@@ -28,6 +29,11 @@ SGD = "torch.optim.SGD"
 ADAMW = "torch.optim.AdamW"
 ADAMW_IN_FEWER_BITS = "trainapp.optim.low_precision.AdamW"
 RESULTS = ("same", "rounded", "other")  # effect on the training, least change first: see `Technique`
+# Categories of memory, see `Technique.relieves`.
+_ACTIVATIONS = frozenset({Category.ACTIVATIONS})
+_GRADIENTS = frozenset({Category.GRADIENTS})
+_OPTIMIZER_STATE = frozenset({Category.OPTIMIZER_STATE})
+_WEIGHTS_AND_STATE = _GRADIENTS | _OPTIMIZER_STATE | {Category.PARAMETERS}
 # Settings of an optimizer that are not in here are arguments of its class.
 _OPTIMIZER_FIELDS = {field.name for field in dataclasses.fields(Optimizer)}
 
@@ -55,10 +61,12 @@ class Technique:
         setting: as on the command line.
         saves: what it saves, for users.
         costs: its price, for users.
+        relieves: the categories of memory that it makes smaller in a step.
         needs: raises UserError for a model to which it cannot be applied. For settings: `config.excludes`.
         helps: whether it has an effect for a configuration without it; only then is it offered.
         in_force: whether a configuration uses the technique; by default, if it has the first of the changes.
         offered: whether advice and plans propose it.
+        is_for_backward: whether it concerns only what a forward keeps for the backward, and thus no evaluation.
         result: effect on the training's result: "same" (except for the order of additions), "rounded" (the same
             algorithm at lower precision), "other": another optimizer, model or task, proposed only if nothing else
             fits.
@@ -67,10 +75,12 @@ class Technique:
     setting: str
     saves: str
     costs: str
+    relieves: frozenset[Category]
     needs: Callable[[Situation], None] = lambda situation: None
     helps: Callable[[Situation], bool] = lambda situation: True
     in_force: Callable[[Config], bool] | None = None
     offered: bool = True
+    is_for_backward: bool = False
     result: Literal["same", "rounded", "other"] = "other"
 
     @functools.cached_property
@@ -104,6 +114,9 @@ class Technique:
         config = situation.config
         changes_optimizer = any(name.startswith("optimizer.") for name in self.changes)
         if config.updates and changes_optimizer:
+            return False
+        # An option would replace the user's own class, or pass it settings that it does not have.
+        if "optimizer.target" in self.changes and is_users_class(config.optimizer.target):
             return False
         if not self.helps(situation):
             return False
@@ -272,6 +285,7 @@ def _adamw_in_fewer_bits(state_dtype: str, share: str, bits: str) -> Technique:
         f"optimizer=adamw_{state_dtype}",
         saves=f"{share} of AdamW's state",
         costs=f"{bits} in the state, rounded stochastically; a slower optimizer step, without a fused kernel",
+        relieves=_OPTIMIZER_STATE,
         in_force=lambda config: config.optimizer.arguments.get("state_dtype") == state_dtype,
         result="rounded",
     )
@@ -282,6 +296,7 @@ TECHNIQUES = (
         "precision=bf16",
         saves="up to half of the activations",
         costs="matmuls keep only 8 bits of precision; saves time where the device computes in bf16",
+        relieves=_ACTIVATIONS,
         helps=_computes_in_bf16,
         result="rounded",
     ),
@@ -289,6 +304,7 @@ TECHNIQUES = (
         "precision=bf16_pure optimizer=adamw_bf16",
         saves="half of parameters, gradients and AdamW's state, and as many activations as `bf16`",
         costs="weights and gradient sums keep only 8 bits of precision; a slower optimizer step",
+        relieves=_WEIGHTS_AND_STATE | _ACTIVATIONS,
         needs=_require_weights_in_bf16,
         helps=_computes_in_bf16,
         result="rounded",
@@ -297,6 +313,8 @@ TECHNIQUES = (
         "activation_checkpointing=full",
         saves="all activations of the blocks except their inputs",
         costs="a second forward of the blocks: about a third more time",
+        relieves=_ACTIVATIONS,
+        is_for_backward=True,
         needs=_require_blocks,
         result="same",
     ),
@@ -304,6 +322,8 @@ TECHNIQUES = (
         "activation_checkpointing=selective",
         saves="activations that are cheap to recompute",
         costs="Python for each operation of the blocks: a tenth of a GPT's step, a third of a small ResNet's",
+        relieves=_ACTIVATIONS,
+        is_for_backward=True,
         needs=_require_blocks,
         result="same",
     ),
@@ -311,6 +331,8 @@ TECHNIQUES = (
         "activation_checkpointing=auto",
         saves="as many activations as the limit requires: each block is `none`, `selective` or `full`",
         costs="from nothing, if all fits, to that of `full`; some seconds for three plans before the model is built",
+        relieves=_ACTIVATIONS,
+        is_for_backward=True,
         needs=_require_blocks,
         result="same",
     ),
@@ -318,6 +340,8 @@ TECHNIQUES = (
         "memory.offload_activations=all",
         saves="all activations of 1 MiB and more, except those being copied",
         costs="host memory; time where copies take longer than computing",
+        relieves=_ACTIVATIONS,
+        is_for_backward=True,
         helps=_is_on_a_gpu,
         result="same",
     ),
@@ -325,6 +349,8 @@ TECHNIQUES = (
         "memory.offload_activations=inputs activation_checkpointing=full",
         saves="all activations of the blocks",
         costs="a second forward of the blocks; host memory; little time for copies",
+        relieves=_ACTIVATIONS,
+        is_for_backward=True,
         needs=_require_blocks,
         helps=_is_on_a_gpu,
         result="same",
@@ -333,6 +359,7 @@ TECHNIQUES = (
         "memory.loss_chunk=auto",
         saves="all logits except one chunk's, and their gradients",
         costs="one more matmul with the last layer's weight",
+        relieves=_ACTIVATIONS,
         in_force=lambda config: config.memory.loss_chunk is not None,
         needs=_require_head,
         result="same",
@@ -341,11 +368,13 @@ TECHNIQUES = (
         "optimizer=sgd",
         saves="one of AdamW's two moments",
         costs="another optimizer, which needs its own learning rate",
+        relieves=_OPTIMIZER_STATE,
     ),
     Technique(
         "optimizer=sgd optimizer.momentum=0 optimizer.nesterov=false",
         saves="all optimizer state",
         costs="another optimizer, which needs its own learning rate",
+        relieves=_OPTIMIZER_STATE,
         in_force=lambda config: config.optimizer.target == SGD and not config.optimizer.arguments.get("momentum"),
     ),
     _adamw_in_fewer_bits("bf16", "half", "only 8 bits of precision"),
@@ -355,28 +384,33 @@ TECHNIQUES = (
         "optimizer=adafactor",
         saves="nearly all optimizer state of matrices",
         costs="another optimizer; reads two numbers per parameter from the device in every step",
+        relieves=_OPTIMIZER_STATE,
     ),
     Technique(
         "optimizer=muon",
         saves="one of AdamW's two moments, for the matrices of hidden layers",
         costs="another optimizer; some matmuls per matrix in every step",
+        relieves=_OPTIMIZER_STATE,
     ),
     Technique(
         "optimizer.in_backward=true",
         saves="all gradients but one, if the step is one micro-batch",
         costs="an error in the last backward restarts from the checkpoint",
+        relieves=_GRADIENTS,
         result="same",
     ),
     Technique(
         "optimizer.in_backward=true train.grad_clip=null",
         saves="all gradients but one, if the step is one micro-batch",
         costs="no clipping; an error in the last backward restarts from the checkpoint",
+        relieves=_GRADIENTS,
         helps=lambda situation: situation.config.train.grad_clip is not None,
     ),
     Technique(
         "optimizer.offload=true",
         saves="the device's part of the optimizer state, and all that the optimizer's step needs",
         costs="every step copies gradients and parameters to the host, updates there, and copies parameters back",
+        relieves=_OPTIMIZER_STATE,
         helps=_is_on_a_gpu,
         result="same",
     ),
@@ -384,11 +418,13 @@ TECHNIQUES = (
         "train.ema=null",
         saves="a copy of the weights",
         costs="evaluation of averaged weights",
+        relieves=frozenset({Category.WEIGHT_AVERAGE}),
     ),
     Technique(
         "adapter=lora",
         saves="gradients and optimizer state of all but the adapters",
         costs="the model's own weights stay frozen: another result",
+        relieves=_GRADIENTS | _OPTIMIZER_STATE,
         offered=False,  # a plan does not build adapters
         in_force=lambda config: config.adapter.kind != "none",
         needs=_require_linear_layers,
@@ -397,6 +433,7 @@ TECHNIQUES = (
         "parallel=fsdp",
         saves="parameters, gradients and optimizer state, divided by the number of ranks",
         costs="communication: parameters are gathered in every forward and backward",
+        relieves=_WEIGHTS_AND_STATE,
         helps=_has_ranks_and_blocks,
         result="same",
     ),
@@ -404,12 +441,14 @@ TECHNIQUES = (
         "parallel.fsdp.cpu_offload=true",
         saves="the device's part of parameters, gradients and optimizer state",
         costs="copies between host and device, and the optimizer's step on the host",
+        relieves=_WEIGHTS_AND_STATE,
         result="same",
     ),
     Technique(
         "parallel.fsdp.meta_init=true",
         saves="the whole model on each device before it is sharded",
         costs="other initial weights from the same distribution",
+        relieves=frozenset(),  # only before the first step
         needs=_require_init_weights,
     ),
 )

@@ -393,6 +393,8 @@ class Engine:
         if applied:
             with self.at(Phase.COMMIT):
                 applied = update.precision.step(update.optimizer)
+                if not applied and progress.step == 0 and progress.skipped == 0:
+                    update.precision.lower_first_scale(float(totals.count) / self.context.samples)
                 self.nonfinite.record_outcome(applied, progress.step, update=update.name)
         self.is_first = False
         return applied
