@@ -110,6 +110,7 @@ def _try_task(config: Config, resources: Resources, model: nn.Module, ranks: Ran
     Collective.
     """
     draw_record = learned_draws.learn_draws(config, resources, model, ranks)
+    learned_draws.note_draws_of_collate(config, resources, ranks, draw_record)
     checks.require_sum(config, resources, model, ranks, draw_record)
     if config.memory.loss_chunk is not None and resources.targets.knows_loss:
         _require_same_forward(config, model, resources)

@@ -21,9 +21,10 @@ from trainapp.assembly.probe import TaskProbe
 from trainapp.assembly.resources import Resources
 from trainapp.config.schema import Config
 from trainapp.data.batch import tensors_in
+from trainapp.data.loader import Fetcher
 from trainapp.draws.layout import DrawLayout, RandomDraw, interleaved_layouts, layouts_by_shape
 from trainapp.draws.random_operations import belong_to_samples
-from trainapp.draws.record import NUMBER_OF_DRAWS, DrawRecord, topic_of
+from trainapp.draws.record import COLLATE, NUMBER_OF_DRAWS, DrawRecord, topic_of
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
 from trainapp.losses import contrastive
@@ -73,6 +74,24 @@ def learn_draws(config: Config, resources: Resources, model: nn.Module, ranks: R
 
     # The first rank's on all of them: ranks have different samples, and may have learnt different things.
     return ranks.all_gather_object(draw_record)[0]
+
+
+def note_draws_of_collate(config: Config, resources: Resources, ranks: Ranks, draw_record: DrawRecord) -> None:
+    """Note in the record that the training data's own `collate` draws random numbers. Collective. Raises errors of
+    reading a stream.
+    """
+    collate = Fetcher(resources.targets.train_data, config.train.seed).collate
+    is_users = collate is not None and not getattr(collate, "__module__", "").startswith("trainapp.")
+    if resources.resumes or not is_users:  # the checkpoint has the record of the run's first session
+        return
+    samples = resources.first_samples(config.train.seed)
+    draws_here = samples is not None and samples.collate_draws
+    if any(ranks.all_gather_object(draws_here)):
+        draw_record.depends[COLLATE] = (
+            "the data's `collate` draws random numbers for each micro-batch, not for the step, so they depend on the "
+            "size of the micro-batch; draw them in `__getitem__`, where the generators are seeded for each sample (for "
+            "mixup, also the index of the other sample), or give the loss `whole_batch = True`"
+        )
 
 
 def _reason_to_skip(config: Config, resources: Resources, model: nn.Module, mode: Mode) -> str:

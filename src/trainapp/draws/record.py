@@ -11,6 +11,7 @@ from trainapp.draws.layout import DrawLayout, RandomDraw
 from trainapp.torch_private import outside_dispatch_modes
 
 NUMBER_OF_DRAWS = "number of draws"  # the topic of a forward that draws a varying number of times
+COLLATE = "draws of collate"  # the topic of data whose `collate` draws
 PADDING = "padding of "  # begins the topics under which a record notes tasks whose results depend on the padding
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from trainapp.checkpoint.train_state import Update
+from trainapp.draws.record import COLLATE
 from trainapp.files import RECIPE, atomic_write, json_object, strict_json
 from trainapp.losses.losses import Task, unchecked
 from trainapp.models.inspect import batchnorms, untrained_modules
@@ -147,6 +148,7 @@ class TrainingRecipe:
     grad_clip: float | None
     schedule: ScheduleRecipe
     batchnorm_layers: int  # that normalise over a micro-batch
+    collate_draws: bool  # whether the data's `collate` draws random numbers, for each micro-batch
     checks: dict[str, str]
     frozen: FrozenRecipe | None
     resumes: list[ResumeRecipe]
@@ -174,7 +176,7 @@ class Recipe:
 
 
 _FILE_KEYS = {"class_name": "class"}  # by the name of the field, where they differ
-_ONLY_IF_ANY = ("initial_weights", "frozen", "resumes")
+_ONLY_IF_ANY = ("collate_draws", "initial_weights", "frozen", "resumes")
 
 
 def _as_dict(value: Any) -> Any:
@@ -306,6 +308,7 @@ def _training(session: Session, earlier: Mapping[str, Any]) -> TrainingRecipe:
         grad_clip=config.train.grad_clip,
         schedule=_schedule(session),
         batchnorm_layers=_batchnorm_layers(session.state.model),
+        collate_draws=COLLATE in session.engine.draw_record.depends,
         checks=dict(session.checks),
         frozen=_frozen(session.state.model),
         resumes=_resumes(session, earlier),
