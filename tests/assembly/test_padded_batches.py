@@ -126,6 +126,7 @@ def test_a_loss_that_depends_on_the_padding_is_named(tmp_path, caplog, kind, tas
     assert warnings == depends
     (text,) = depends
     assert text.startswith(f"task=test_padded_batches.{task}: the loss depends on the padding: for 4 samples")
+    assert ". So the result depends on the micro-batch, and that of an evaluation on batch.eval_micro_size. " in text
     assert checks["padding"].startswith("does not add up: the loss is ")
 
 

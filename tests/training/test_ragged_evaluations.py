@@ -26,7 +26,13 @@ CHUNKS = (
     *runs.TINY,
     *runs.own_model("test_ragged_evaluations.Row"),
     *("data._target_=test_ragged_evaluations.Chunks", "~data.augment", "data.num_workers=0"),
-    *("user_packages=[test_ragged_evaluations]", "objective=min loss", "every.eval=2", "train.max_steps=2", "batch.global_size=4"),
+    *(
+        "user_packages=[test_ragged_evaluations]",
+        "objective=min loss",
+        "every.eval=2",
+        "train.max_steps=2",
+        "batch.global_size=4",
+    ),
 )
 
 
@@ -44,7 +50,9 @@ def test_a_shorter_chunk_that_cannot_be_stacked_is_named(tmp_path, number):
     with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size") as caught:
         runs.run(tmp_path, *CHUNKS, "task=test_ragged_evaluations.rows_of_eight", f"batch.eval_micro_size={number}")
     (note,) = [note for note in caught.value.__notes__ if "evaluation" in note]
-    assert note.startswith(f"in an evaluation micro-batch of {number} samples (batch.eval_micro_size={number}, batch.gl")
+    assert note.startswith(
+        f"in an evaluation micro-batch of {number} samples (batch.eval_micro_size={number}, batch.gl"
+    )
     assert "set batch.eval_micro_size=1, or pad them" in note
 
 

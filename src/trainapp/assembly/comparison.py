@@ -286,8 +286,8 @@ class Difference(NamedTuple):
         cause = "the padding" if self.samples.cut.is_padded else "which samples are collated together"
         mode = " in training mode" if training else ""
         return (
-            f"{setting}: the {self.name} depends on {cause}{mode}: {self._numbers()}. So the "
-            f"result depends on the micro-batch. {_WHY}"
+            f"{setting}: the {self.name} depends on {cause}{mode}: {self._numbers()}. So the result depends on the "
+            f"micro-batch, and that of an evaluation on batch.eval_micro_size. {_WHY}"
         )
 
     def _numbers(self) -> str:
