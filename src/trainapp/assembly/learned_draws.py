@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.assembly.comparison import excess, size_of
-from trainapp.assembly.modes import NO_CHECK_NEEDED, Mode, modes_of, needs_no_check, reason_without_values
+from trainapp.assembly.modes import (
+    NO_CHECK_NEEDED,
+    OF_CHECKPOINT,
+    Mode,
+    modes_of,
+    needs_no_check,
+    reason_without_values,
+)
 from trainapp.assembly.precisions import first_working_result, precisions_to_try
 from trainapp.assembly.probe import TaskProbe
 from trainapp.assembly.resources import Resources
@@ -24,7 +31,7 @@ from trainapp.data.batch import tensors_in
 from trainapp.data.loader import Fetcher
 from trainapp.draws.layout import DrawLayout, RandomDraw, interleaved_layouts, layouts_by_shape
 from trainapp.draws.random_operations import belong_to_samples
-from trainapp.draws.record import COLLATE, NUMBER_OF_DRAWS, DrawRecord, topic_of
+from trainapp.draws.record import COLLATE, NUMBER_OF_DRAWS, DrawRecord, shown_name, topic_of
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
 from trainapp.losses import contrastive
@@ -99,7 +106,7 @@ def _reason_to_skip(config: Config, resources: Resources, model: nn.Module, mode
     if not belong_to_samples(config.train.draws, resources.device):
         return f"torch's own, of the micro-batch: train.draws={config.train.draws} on {resources.device.type}"
     if resources.resumes:
-        return "those of the resumed checkpoint"
+        return OF_CHECKPOINT
     if needs_no_check(mode, model):
         return NO_CHECK_NEEDED
     if needs_whole_batch(mode.task):
@@ -199,8 +206,8 @@ def _in_words(draw_record: DrawRecord, mode: Mode, other_draws: list[str]) -> st
         other_draws: what else is drawn, in words.
     """
     layouts = draw_record.layouts[mode.work].values()
-    varying = {_kernel_name(layout) for layout in layouts if layout.varies}
-    shared = {_kernel_name(layout) for layout in layouts if layout.axis is None and not layout.varies}
+    varying = {shown_name(layout.kernel) for layout in layouts if layout.varies}
+    shared = {shown_name(layout.kernel) for layout in layouts if layout.axis is None and not layout.varies}
     texts = []
     if shared:
         texts.append(f"shared by all samples: {listed(sorted(shared))}")
@@ -213,11 +220,6 @@ def _in_words(draw_record: DrawRecord, mode: Mode, other_draws: list[str]) -> st
     if not texts:
         return "none"
     return "; ".join(texts)
-
-
-def _kernel_name(layout: DrawLayout) -> str:
-    """Return the name of a draw's kernel without its overload: `bernoulli_` of `bernoulli_.float`."""
-    return layout.kernel.partition(".")[0]
 
 
 def _choose_layouts(probe: TaskProbe, mode: Mode, draw_record: DrawRecord, candidates: list[Layouts]) -> None:

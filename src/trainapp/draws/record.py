@@ -20,6 +20,14 @@ def topic_of(kernel: str) -> str:
     return f"draws of {kernel}"
 
 
+def shown_name(kernel: str) -> str:
+    """Return the name by which users know an operation: `torch.randint` of `random_.from`, `bernoulli_` of
+    `bernoulli_.float`.
+    """
+    name = kernel.partition(".")[0]  # without its overload
+    return "torch.randint" if name == "random_" else name
+
+
 @dataclass
 class DrawRecord:
     """What is known of the draws in a run's forwards."""
@@ -77,7 +85,7 @@ class DrawRecord:
         # Otherwise another one with its shape tells where the samples are.
         if number >= 0:
             order = "the forward draws in another order, or another number of times, than before the first step"
-            text = f"{kernel} of {list(draw.shape)}: {order}, and later draws follow it"
+            text = f"{shown_name(kernel)} of {list(draw.shape)}: {order}, and later draws follow it"
             self.note(NUMBER_OF_DRAWS, text)
         for layout in layouts.values():
             if layout.axis is not None and layout.fits_shape(draw.shape, samples):

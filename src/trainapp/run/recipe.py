@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainapp.assembly.modes import OF_CHECKPOINT
 from trainapp.checkpoint.train_state import Update
 from trainapp.draws.record import COLLATE
 from trainapp.files import RECIPE, atomic_write, json_object, strict_json
@@ -309,7 +310,7 @@ def _training(session: Session, earlier: Mapping[str, Any]) -> TrainingRecipe:
         schedule=_schedule(session),
         batchnorm_layers=_batchnorm_layers(session.state.model),
         collate_draws=COLLATE in session.engine.draw_record.depends,
-        checks=dict(session.checks),
+        checks=_checks(session, earlier),
         frozen=_frozen(session.state.model),
         resumes=_resumes(session, earlier),
     )
@@ -345,6 +346,22 @@ def _task_name(task: Task) -> str:
 def _batchnorm_layers(model: nn.Module) -> int:
     """Return the number of layers that normalise over a micro-batch: not those that stay in evaluation mode."""
     return sum(model.get_submodule(name).training for name in batchnorms(model))
+
+
+def _checks(session: Session, earlier: Mapping[str, Any]) -> dict[str, str]:
+    """Return the outcomes of the checks before the first step; of draws that a resumed run takes from its checkpoint,
+    those that an earlier session has found.
+
+    Args:
+        session: the session.
+        earlier: see `_initial_weights`.
+    """
+    checks = {}
+    for name, outcome in session.checks.items():
+        checks[name] = outcome
+        if outcome == OF_CHECKPOINT:
+            checks[name] = earlier.get("checks", {}).get(name, outcome)
+    return checks
 
 
 def _resumes(session: Session, earlier: Mapping[str, Any]) -> list[ResumeRecipe]:
