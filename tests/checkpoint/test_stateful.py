@@ -8,6 +8,7 @@ import pytest
 import runs
 import torch
 import writing_models
+from torch import nn
 
 from trainapp.errors import UserError
 
@@ -74,6 +75,65 @@ def test_workers_do_not_draw_from_a_state(tmp_path, caplog):
     run = runs.prepare(tmp_path / "b", *noisy)
     assert run.batches._loader.workers == 0
     run.close()
+
+
+@pytest.mark.parametrize(
+    ("transform", "written"), [("Plain", ""), ("Centred", ""), ("Scratch", "pad"), ("Remembering", "last")]
+)
+def test_workers_are_kept_for_modules_that_fetching_does_not_change(tmp_path, caplog, transform, written):
+    """Transforms are often modules. Of others the message names what is written, so that it can be made local."""
+    data = (*MLP, "~data.augment", "data._target_=test_stateful.Transformed", f"+data.transform={transform}")
+    session = runs.closed(tmp_path, *data, "data.num_workers=1")
+    assert session.batches._loader.workers == (0 if written else 1)
+    text = f"the data is stateful (data.transform.{written}, eval_data.transform.{written})"
+    assert (text in caplog.text) == bool(written)
+    assert ("stateful" in caplog.text) == bool(written)
+
+
+class Plain(nn.Module):
+    def forward(self, image):
+        return image + 1
+
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(1))
+
+    def forward(self, image):
+        return image - self.mean
+
+
+class Scratch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("pad", torch.zeros(1, 10, 10), persistent=False)
+
+    def forward(self, image):
+        self.pad[:, 1:9, 1:9] = image
+        return self.pad[:, :8, :8].clone()
+
+
+class Remembering(nn.Module):
+    def forward(self, image):
+        self.last = image
+        return image
+
+
+class Transformed:
+    """Not in memory, so that workers fetch; samples are computed with a module."""
+
+    task = "classification"
+
+    def __init__(self, split: str, transform: str):
+        self.transform = globals()[transform]()
+        self.spec = {"image_shape": (1, 8, 8), "num_classes": 10}
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict:
+        return {"inputs": self.transform(torch.rand(1, 8, 8)), "targets": torch.tensor(index % 10)}
 
 
 class NoisyDigits:

@@ -55,6 +55,13 @@ class Mean(Parts):
         return model(batch["inputs"]).mean(0)
 
 
+class TimeFirst(Parts):
+    """Eight time steps, before the samples."""
+
+    def predict(self, model, batch):
+        return torch.stack([model(batch["inputs"]) * step for step in range(8)])
+
+
 class Pixels:
     """Images [1, height, 8] whose targets are the class of each pixel, and -100 in the last rows."""
 

@@ -63,6 +63,11 @@ class Endless(Plain):
         return map(self.sample, numbers)
 
 
+class TellsItsLength(Plain):
+    def __len__(self):
+        return self.samples
+
+
 class Sharded(Stateful):
     """Can be read in shards."""
 

@@ -122,15 +122,16 @@ def test_memory_runs_out(tmp_path, trained, monkeypatch):
 
     def fails(self, model, micro):
         sizes.append(micro.samples)
-        if len(sizes) > 2 and micro.samples > 20:
+        if len(sizes) > 3 and micro.samples > 20:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. (a test)")
         return rows(self, model, micro)
 
     monkeypatch.setattr(module.Predictor, "rows", fails)
     found = predict(tmp_path, trained, "predict.batch_size=64")
     require_same(found, trained)
-    assert sizes[:5] == [64, 64, 64, 32, 8]  # half after an error, a quarter after two in a row
-    assert max(sizes[4:]) <= 20
+    # One half tells that outputs have the samples first. Half after an error, a quarter after two in a row.
+    assert sizes[:6] == [64, 32, 64, 64, 32, 8]
+    assert max(sizes[5:]) <= 20
     assert len(list((tmp_path / "out/oom").glob("*.json"))) == 2
 
 
@@ -149,6 +150,8 @@ def test_other_data_and_names_of_classes(tmp_path, trained):
     ("overrides", "message"),
     [
         (("task=own_inference.Mean",), r"has shape \[10\]"),
+        (("task=own_inference.Mean", "predict.batch_size=10"), r"its output for 5 samples has shape \[10\]"),
+        (("task=own_inference.TimeFirst", "predict.batch_size=8"), r"its output for 4 samples has shape \[8, 4, 10\]"),
         (("predict.split=test",), "predict.split=test: there is no such data; choose val, train"),
         (("+eval.val={_target_: own_inference.Named}",), "eval.val.*: must consist of letters"),
         (("predict.output=/",), "predict.output=/: exists, and is not a file of rows"),

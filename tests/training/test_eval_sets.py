@@ -35,6 +35,17 @@ def test_each_is_evaluated_and_logged_by_its_name(tmp_path):
     assert trained[0] == trained[1]
 
 
+def test_mode_eval_prints_the_results_of_all_sets(tmp_path, capsys):
+    runs.run(tmp_path / "run", *MLP, "train.max_steps=2", "every.save=2")
+    capsys.readouterr()
+    found = runs.run(tmp_path / "eval", *MLP, *BOTH, "mode=eval", f"checkpointing.resume={tmp_path / 'run'}")
+    printed = capsys.readouterr().out.splitlines()
+    assert len(found.evaluation) == 6
+    assert printed[0].split()[:3] == ["eval", "accuracy", f"{found.objective:.4f}"]  # the objective first
+    for name, value in found.evaluation.items():
+        assert sum(line.split()[:3] == ["eval", name, f"{value:.4f}"] for line in printed) == 1
+
+
 def test_out_of_memory_continues_where_it_was(tmp_path, monkeypatch):
     """In whichever set: those before it are not evaluated again, and each sample counts once."""
     overrides = (*MLP, *BOTH, "every.eval=4", "batch.eval_micro_size=90")

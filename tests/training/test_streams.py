@@ -72,8 +72,10 @@ def test_intervals_that_an_endless_stream_never_completes_are_named_at_the_start
     assert [line["step"] for line in helpers.evaluations(tmp_path)] == [9]
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_00000009"]
     (text,) = [text for text in warnings_of(caplog) if "epoch" in text]
-    assert text.startswith("every.eval=1 epochs, every.save=1 epochs: data=own_streams.Endless is a stream, ")
-    assert "longer than train.max_steps=9, this is due only at the run's end: set every.eval and every.save in" in text
+    stream = "every.eval=1 epochs, every.save=1 epochs: data=own_streams.Endless is a stream without `__len__`, so the "
+    assert text.startswith(stream + "length of an epoch is not known before the first one ends")
+    assert "ends within train.max_steps=9, ignore this, or give it `__len__`; if it is longer or endless, this" in text
+    assert "due only at the run's end: set every.eval and every.save in" in text
 
 
 @pytest.mark.parametrize("overrides", [("every.eval=10 percent", "every.save=10 samples"), ("every.save=null",)])
@@ -87,7 +89,12 @@ def test_a_stream_that_has_completed_an_epoch_needs_no_warning(tmp_path, caplog)
     runs.run_until(tmp_path, 5, *overrides).close()
     caplog.clear()
     runs.run(tmp_path, *overrides)
-    assert not any("whose epoch ends" in text for text in warnings_of(caplog))
+    assert not any("the length of an epoch" in text for text in warnings_of(caplog))
+
+
+def test_a_stream_that_tells_its_length_needs_no_warning(tmp_path, caplog):
+    runs.run(tmp_path, *of("TellsItsLength", "every.save=1 epochs"))
+    assert not any("the length of an epoch" in text for text in warnings_of(caplog))
 
 
 def test_reading_a_stream_counts_as_waiting_for_data(tmp_path):

@@ -1,5 +1,6 @@
 """What was checked before the first step, and what could not be and why: see `Assembly.checks`."""
 
+import json
 import random
 
 import own_graphs
@@ -325,14 +326,24 @@ def test_torchs_own_draws_are_told(tmp_path):
 
 def shuffled(model, batch):
     order = torch.randperm(len(batch["targets"]))
-    noise = F.dropout(torch.rand(3).expand(len(order), 3), 0.2).sum() * 0
+    noise = F.dropout(torch.rand(3).expand(len(order), 3), 0.2).sum() * 0 + torch.randint(9, (3,)).sum() * 0
     return total(model, {name: values[order] for name, values in batch.items()})[0] + noise, len(order), {}
 
 
 def test_draws_that_do_not_belong_to_samples_are_told(tmp_path):
     told = checks_of(tmp_path, *NET, f"{TASK}shuffled")
-    shared, varying = "shared by all samples: uniform_", "of the micro-batch: randperm"
+    shared, varying = "shared by all samples: torch.randint, uniform_", "of the micro-batch: randperm"
     assert told["draws in training"] == f"{shared}; {varying}; the others belong to samples"
+
+
+def test_a_resumed_run_tells_what_its_first_session_has_found(tmp_path):
+    settings = (*runs.TINY, *NET, f"{TASK}shuffled", "objective=min loss", "train.check_loss=false")
+    checks = []
+    for steps in (1, 2, 3):
+        runs.run(tmp_path, *settings, f"train.max_steps={steps}")
+        checks.append(json.loads((tmp_path / "recipe.json").read_text())["checks"])
+    assert "randperm" in checks[0]["draws in training"]
+    assert checks[1] == checks[2] == checks[0]
 
 
 def test_a_forward_that_writes_state(tmp_path):

@@ -152,6 +152,7 @@ def _try_task(
         resumes=resources.resumes,
     )
     draw_record, outcomes = learned_draws.learn_draws(setup, ranks)
+    learned_draws.note_draws_of_collate(setup, ranks, draw_record)
     outcomes |= loss_check.require_sum(setup, ranks, draw_record)
     if config.memory.loss_chunk is not None and targets.knows_loss:
         outcomes["loss in chunks"] = _require_same_forward(config, model, resources)

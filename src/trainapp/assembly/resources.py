@@ -10,6 +10,7 @@ import torch
 from trainapp.assembly.resolved_targets import ResolvedTargets, choose_device, resolve_targets, set_global_switches
 from trainapp.config.schema import Config
 from trainapp.data.eval_batches import EvalBatches
+from trainapp.data.loader import Fetcher, Request
 from trainapp.data.stream_reader import is_stream
 from trainapp.data.train_batches import TrainBatches
 from trainapp.data.workers import worker_count
@@ -20,7 +21,8 @@ from trainapp.memory.device import DeviceMemory
 from trainapp.optim import precision
 from trainapp.parallel.ranks import Ranks
 from trainapp.rng import seed_everything
-from trainapp.state.stateful import Stateful
+from trainapp.state.snapshot import Snapshot
+from trainapp.state.stateful import Owner, Stateful, has_extra_state, held_tensors
 from trainapp.training.session import EvalSets
 
 log = logging.getLogger(__name__)
@@ -96,7 +98,7 @@ def open_resources(
     loading: dict[str, Any] = {
         "seed": config.train.seed,
         "device": device,
-        "workers": _worker_count(config, targets, ranks.world_size),
+        "workers": _worker_count(config, targets, ranks.world_size, device),
         "ranks": ranks,
     }
     batches = _train_batches(config, targets, loading)
@@ -169,7 +171,7 @@ def _require_streamable(config: Config) -> None:
         )
 
 
-def _worker_count(config: Config, targets: ResolvedTargets, world_size: int) -> int:
+def _worker_count(config: Config, targets: ResolvedTargets, world_size: int, device: torch.device) -> int:
     """Return the number of loader processes; none for stateful data: each would change its own copy, ahead of the
     steps. (A stream's state is its position.)
     """
@@ -179,8 +181,10 @@ def _worker_count(config: Config, targets: ResolvedTargets, world_size: int) -> 
 
     data_by_name = _data_by_owner_name(targets.train_data, targets.eval_data)
     indexed_data = {name: data for name, data in data_by_name.items() if not is_stream(data)}
-    owners = Stateful(**indexed_data).owners
-    if not (count and owners):
+    if not count:
+        return count
+    owners = _owners_that_change(indexed_data, config.train.seed, device)
+    if not owners:
         return count
 
     # A user who has set the number keeps it for generators, whose numbers differ only after a retry or a resume.
@@ -188,12 +192,47 @@ def _worker_count(config: Config, targets: ResolvedTargets, world_size: int) -> 
     consequence = "no workers are used" if is_off else "a retried or resumed step may see other numbers"
     log.warning(
         "data.num_workers=%s: the data is stateful (%s), and each worker would change its own copy, ahead of the "
-        "steps: %s. Make a sample a function of its index and of the global generators, which are seeded for it",
+        "steps: %s. Make a sample a function of its index and of the global generators, which are seeded for it, and "
+        "keep what each sample writes anew in local variables",
         setting,
         ", ".join(owners),
         consequence,
     )
     return 0 if is_off else count
+
+
+def _owners_that_change(data_by_name: dict[str, Any], seed: int, device: torch.device) -> dict[str, Owner]:
+    """Return the owners of state in data sets, but not modules that fetching a sample leaves as they are, such as
+    transforms; of others, what it has written. Modules with tensors on a GPU count as well: no worker could use them.
+    """
+    stateful = Stateful(**data_by_name)
+    modules = set()
+    for name, module in stateful.modules.items():
+        is_usable = device.type == "cpu" or next(held_tensors([module]), None) is None
+        if is_usable and not has_extra_state(module):
+            modules.add(name)
+    if not modules:
+        return stateful.owners
+
+    # Fetch the first sample of each.
+    snapshot = Snapshot.of(stateful)
+    with snapshot.undone("all"):
+        try:
+            for data in data_by_name.values():
+                Fetcher(data, seed)[Request(0, [0])]
+        except Exception:  # the first step raises it again
+            return stateful.owners
+        written = snapshot.changed(with_data=True)
+
+    owners = {}
+    for name, owner in stateful.owners.items():
+        if name not in modules:
+            owners[name] = owner
+            continue
+        for written_name in written:
+            if written_name.startswith(f"{name}."):
+                owners[written_name] = owner
+    return owners
 
 
 def _data_by_owner_name(train_data: Any, eval_data: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from trainapp.draws.layout import DrawLayout, RandomDraw
 from trainapp.torch_private import outside_dispatch_modes
 
 NUMBER_OF_DRAWS = "number of draws"  # the topic of a forward that draws a varying number of times
+COLLATE = "draws of collate"  # the topic of data whose `collate` draws
 GLOBALS = "global variables"  # the topic under which a record notes those that a forward writes
 
 
@@ -28,6 +29,14 @@ class TopicKind(Enum):
     def includes(self, topic: str) -> bool:
         """Return whether the topic is of this kind."""
         return topic.startswith(self.value)
+
+
+def shown_name(kernel: str) -> str:
+    """Return the name by which users know an operation: `torch.randint` of `random_.from`, `bernoulli_` of
+    `bernoulli_.float`.
+    """
+    name = kernel.partition(".")[0]  # without its overload
+    return "torch.randint" if name == "random_" else name
 
 
 @dataclass
@@ -87,7 +96,7 @@ class DrawRecord:
         # Otherwise another one with its shape tells where the samples are.
         if number >= 0:
             order = "the forward draws in another order, or another number of times, than before the first step"
-            text = f"{kernel} of {list(draw.shape)}: {order}, and later draws follow it"
+            text = f"{shown_name(kernel)} of {list(draw.shape)}: {order}, and later draws follow it"
             self.note(NUMBER_OF_DRAWS, text)
         for layout in layouts.values():
             if layout.axis is not None and layout.fits_shape(draw.shape, samples):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainapp.data.batch import MicroBatch, tensors_in
+from trainapp.data.batch import MicroBatch, split_micro_batch, tensors_in
 from trainapp.data.eval_batches import EvalBatches
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import labels_of
@@ -25,6 +25,7 @@ from trainapp.losses.losses import (
     unchecked,
 )
 from trainapp.optim.precision import at_least_fp32
+from trainapp.rng import preserved_rng
 from trainapp.training.session import Session
 
 
@@ -40,10 +41,29 @@ def predict(session: Session) -> None:
     def fetch_batches(written: int) -> Iterator[MicroBatch]:
         return batches.from_sample(written, session.sizes.evaluation.size, session.ranks)
 
+    is_checked = False  # whether outputs are known to have the samples first
+
     def compute_rows(micro: MicroBatch) -> list[Row]:
-        return predictor.rows(session.strategy.model, micro)
+        nonlocal is_checked
+        rows = predictor.rows(session.strategy.model, micro)
+        if not is_checked:
+            _require_samples_first(session, predictor, micro)
+            is_checked = True
+        return rows
 
     write_rows(session, "predictions", fetch_batches, compute_rows, batches.is_stream)
+
+
+def _require_samples_first(session: Session, predictor: "Predictor", micro: MicroBatch) -> None:
+    """Raise UserError if the model's outputs for half of these samples are not half as long: their first dimension,
+    such as time, is as long as the batch by chance.
+    """
+    half = range(max(1, micro.samples // 2))
+    (half_batch,) = split_micro_batch(micro, [half])
+    unchanged = session.snapshot.undone()
+    draws = session.engine.sample_draws(half_batch)
+    with unchanged, preserved_rng(session.state.device), draws:
+        predictor.rows(session.strategy.model, half_batch)
 
 
 def _batches_of_split(session: Session) -> EvalBatches:

@@ -4,7 +4,9 @@ from traceback import walk_tb
 
 from torch import nn
 
+from trainapp.data.loader import Fetcher
 from trainapp.errors import add_note
+from trainapp.losses.losses import CheckedTask
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.models.inspect import batchnorms
 from trainapp.sizes.micro_batches import ErrorKind
@@ -60,26 +62,47 @@ def _rejects_larger_size(session: Session, error: Exception) -> bool:
 
 
 def _advise_on_evaluation(session: Session, error: Exception) -> None:
-    """Add advice to an error that the number of samples of an evaluation micro-batch may have caused: that of a module,
-    in a number that no step has trained.
+    """Add advice to an error that the number of samples of an evaluation micro-batch may have caused: that of a module
+    or the task, in a number that no step has trained, or of collating.
     """
     if session.engine.phase is not Phase.EVALUATE or not isinstance(error, MODEL_ERRORS):
         return
-    samples = session.sizes.evaluation.current.samples
-    is_trained_number = samples in session.sizes.train.sizes_in_force.values()
-    if is_trained_number or not _passed_through_module(error):
-        return
+    collated_samples = _collated_samples(error)
+    samples = collated_samples or session.sizes.evaluation.current.samples
+    if collated_samples:
+        advice = (
+            "if its samples are chunks of different lengths, such as a shorter last one, set batch.eval_micro_size=1, "
+            "or pad them in the data's `collate`"
+        )
+    else:
+        is_trained_number = samples in session.sizes.train.sizes_in_force.values()
+        if is_trained_number or not _passed_through(error, (nn.Module, CheckedTask)):
+            return
+        advice = (
+            "if the model takes other numbers only, set batch.eval_micro_size to one that divides the number of "
+            "samples in the evaluation set; the rest of a division is a smaller one"
+        )
     settings = session.config.batch
     add_note(
         error,
         f"in an evaluation micro-batch of {samples} samples (batch.eval_micro_size={settings.eval_micro_size}, "
-        f"batch.global_size={settings.global_size}): if the model takes other numbers only, set batch.eval_micro_size "
-        "to one that divides the number of samples in the evaluation set; the rest of a division is a smaller one",
+        f"batch.global_size={settings.global_size}): {advice}",
     )
 
 
-def _passed_through_module(error: Exception) -> bool:
-    return any(isinstance(frame.f_locals.get("self"), nn.Module) for frame, _ in walk_tb(error.__traceback__))
+def _collated_samples(error: Exception) -> int:
+    """Return the number of samples in whose collating the error was raised; 0 if it was raised elsewhere."""
+    fetching_frame = None
+    for frame, _ in walk_tb(error.__traceback__):
+        if isinstance(frame.f_locals.get("self"), Fetcher):
+            fetching_frame = frame  # the innermost: fetching a sample has a frame of its own
+    if fetching_frame is None or fetching_frame.f_code is not Fetcher.__getitem__.__code__:
+        return 0
+    return len(fetching_frame.f_locals.get("samples") or ())
+
+
+def _passed_through(error: Exception, kinds: tuple[type, ...]) -> bool:
+    return any(isinstance(frame.f_locals.get("self"), kinds) for frame, _ in walk_tb(error.__traceback__))
 
 
 def _is_of_model(session: Session, error: Exception) -> bool:

@@ -17,12 +17,14 @@ from torch import nn
 
 from trainapp.checkpoint.train_state import Update
 from trainapp.config.schema import Config
+from trainapp.draws.record import COLLATE
 from trainapp.files import RECIPE, atomic_write, json_object, strict_json
 from trainapp.losses.losses import Task, unchecked
 from trainapp.models.inspect import batchnorms, untrained_modules
 from trainapp.optim.precision import Precision
 from trainapp.torch_private import BatchNorm
 from trainapp.training.session import InitialWeights, Session
+from trainapp.trials.modes import OF_CHECKPOINT
 
 FIRST_STEPS = 4  # of an update, named in its line
 WITHOUT_AUTOCAST = ("fp32", "tf32")  # modes that compute in the dtype of the weights
@@ -158,6 +160,7 @@ class TrainingRecipe:
     schedule: ScheduleRecipe
     stopping: StoppingRecipe | None
     batchnorm_layers: int  # that normalise over a micro-batch
+    collate_draws: bool  # whether the data's `collate` draws random numbers, for each micro-batch
     checks: dict[str, str]
     frozen: FrozenRecipe | None
     resumes: list[ResumeRecipe]
@@ -185,7 +188,7 @@ class Recipe:
 
 
 _FILE_KEYS = {"class_name": "class"}  # by the name of the field, where they differ
-_ONLY_IF_ANY = ("initial_weights", "stopping", "frozen", "resumes")
+_ONLY_IF_ANY = ("collate_draws", "initial_weights", "stopping", "frozen", "resumes")
 
 
 def _as_dict(value: Any) -> Any:
@@ -318,7 +321,8 @@ def _training(session: Session, earlier: Mapping[str, Any]) -> TrainingRecipe:
         schedule=_schedule(session),
         stopping=_stopping(session.config, objective),
         batchnorm_layers=_batchnorm_layers(session.state.model),
-        checks=dict(session.checks),
+        collate_draws=COLLATE in session.engine.draw_record.depends,
+        checks=_checks(session, earlier),
         frozen=_frozen(session.state.model),
         resumes=_resumes(session, earlier),
     )
@@ -354,6 +358,22 @@ def _task_name(task: Task) -> str:
 def _batchnorm_layers(model: nn.Module) -> int:
     """Return the number of layers that normalise over a micro-batch: not those that stay in evaluation mode."""
     return sum(model.get_submodule(name).training for name in batchnorms(model))
+
+
+def _checks(session: Session, earlier: Mapping[str, Any]) -> dict[str, str]:
+    """Return the outcomes of the checks before the first step; of draws that a resumed run takes from its checkpoint,
+    those that an earlier session has found.
+
+    Args:
+        session: the session.
+        earlier: see `_initial_weights`.
+    """
+    checks = {}
+    for name, outcome in session.checks.items():
+        checks[name] = outcome
+        if outcome == OF_CHECKPOINT:
+            checks[name] = earlier.get("checks", {}).get(name, outcome)
+    return checks
 
 
 def _resumes(session: Session, earlier: Mapping[str, Any]) -> list[ResumeRecipe]:

@@ -321,9 +321,15 @@ def _checks_text(training: TrainingRecipe) -> str:
             subjects_by_calls.setdefault(_calls_text(calls), []).append(subject)
         for calls_text, subjects in subjects_by_calls.items():
             clauses.append(_check_text(subjects, calls_text, outcome))
+
+    # What no check is needed for.
+    causes = []
     if training.batchnorm_layers:
-        layers = plural(training.batchnorm_layers, "BatchNorm layer")
-        clauses.append(f"results depend on the micro-batch ({layers})")
+        causes.append(plural(training.batchnorm_layers, "BatchNorm layer"))
+    if training.collate_draws:
+        causes.append("draws of the data's `collate`")
+    if causes:
+        clauses.append(f"results depend on the micro-batch ({', '.join(causes)})")
     return "; ".join(clauses) or "none"
 
 

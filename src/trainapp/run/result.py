@@ -245,6 +245,10 @@ def print_summary(session: Session, result: Result) -> None:
     was_interrupted = config.mode == "eval" and session.stop.agreed
     if result.objective is not None and config.activity.computes_loss and not was_interrupted:
         rows.append((f"eval {result.metric}", _objective_text(session, result)))
+    if config.mode == "eval" and not was_interrupted:
+        for name, value in result.evaluation.items():  # of all sets
+            if name != result.metric:
+                rows.append((f"eval {name}", f"{value:.4f}"))
     if config.activity.trains:
         rows.extend(_training_rows(session, result))
 

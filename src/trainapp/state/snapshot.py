@@ -397,8 +397,11 @@ class Snapshot:
                     written.add(name)
         return [name for name in rarely_written if name in written]
 
-    def changed(self) -> list[str]:
-        """Return the names of what holds other values than at `take`, except data, and results left in attributes."""
+    def changed(self, with_data: bool = False) -> list[str]:
+        """Return the names of what holds other values than at `take`, except results left in attributes.
+
+        with_data: also of data sets and what they hold.
+        """
         state = self._taken
         structure = state.structure
 
@@ -425,7 +428,7 @@ class Snapshot:
                     whole_name = f"{holder}.{name}" if holder else name
                     changed.append(whole_name)
         distinct = dict.fromkeys(changed)
-        return [name for name in distinct if not _is_of_data(name)]
+        return [name for name in distinct if with_data or not _is_of_data(name)]
 
     # --- restoring
 

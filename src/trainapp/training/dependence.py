@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
-from trainapp.draws.record import GLOBALS, TopicKind
+from trainapp.draws.record import GLOBALS, TopicKind, shown_name
 from trainapp.errors import TrainingStopped
 from trainapp.losses.losses import has_embeddings
 from trainapp.models.inspect import batchnorms, instead_of_batchnorm, per_sample_buffers
@@ -170,7 +170,7 @@ def _report_shared_draws(session: Session) -> None:
     for layouts in session.engine.draw_record.layouts.values():
         for layout in layouts.values():
             if layout.axis is None and not layout.varies:
-                kernels.add(layout.kernel)
+                kernels.add(shown_name(layout.kernel))
     if kernels:
         names = ", ".join(sorted(kernels))
         text = f"drawn once per step, for all samples, since no dimension has their number: {names}"

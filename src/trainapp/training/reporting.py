@@ -51,7 +51,9 @@ def warn_nothing_counts(session: Session, context: UpdateContext) -> None:
 
 
 def warn_of_unknown_epochs(session: Session) -> None:
-    """Warn of intervals in epochs, which an endless stream never completes. Call before the first step."""
+    """Warn of intervals in epochs of a stream that may be endless, which never completes one. Call before the first
+    step.
+    """
     config = session.config
 
     # Intervals in epochs that the run would use.
@@ -66,8 +68,9 @@ def warn_of_unknown_epochs(session: Session) -> None:
 
     settings = ", ".join(f"{name}={value}" for name, value in intervals.items())
     session.tracker.warn_once(
-        f"{settings}: data={config.data.target} is a stream, whose epoch ends where the stream does. If it is endless, "
-        f"or longer than train.max_steps={config.train.max_steps}, this is due only at the run's end: set "
+        f"{settings}: data={config.data.target} is a stream without `__len__`, so the length of an epoch is not known "
+        f"before the first one ends. If the stream ends within train.max_steps={config.train.max_steps}, ignore this, "
+        "or give it `__len__`; if it is longer or endless, this is due only at the run's end: set "
         f"{' and '.join(intervals)} in steps, samples or percent, such as '10 percent'",
         topic="epochs of a stream",
     )

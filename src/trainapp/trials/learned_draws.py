@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainapp.data.batch import tensors_in
 from trainapp.draws.layout import DrawLayout, RandomDraw, interleaved_layouts, layouts_by_shape
 from trainapp.draws.random_operations import belong_to_samples
-from trainapp.draws.record import NUMBER_OF_DRAWS, DrawRecord, TopicKind
+from trainapp.draws.record import COLLATE, NUMBER_OF_DRAWS, DrawRecord, TopicKind, shown_name
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
 from trainapp.losses import contrastive
@@ -74,6 +74,22 @@ def learn_draws(setup: TrialSetup, ranks: Ranks) -> tuple[DrawRecord, dict[str, 
 
     # The first rank's on all of them: ranks have different samples, and may have learnt different things.
     return ranks.all_gather_object(draw_record)[0], outcomes
+
+
+def note_draws_of_collate(setup: TrialSetup, ranks: Ranks, draw_record: DrawRecord) -> None:
+    """Note in the record that the training data's own `collate` draws random numbers. Collective. Raises errors of
+    reading a stream.
+    """
+    if setup.resumes or not setup.samples.has_users_collate:  # the checkpoint has the record of the first session
+        return
+    samples = setup.samples.fetch()
+    draws_here = isinstance(samples, Samples) and samples.collate_draws
+    if any(ranks.all_gather_object(draws_here)):
+        draw_record.depends[COLLATE] = (
+            "the data's `collate` draws random numbers for each micro-batch, not for the step, so they depend on the "
+            "size of the micro-batch; draw them in `__getitem__`, where the generators are seeded for each sample (for "
+            "mixup, also the index of the other sample), or give the loss `whole_batch = True`"
+        )
 
 
 def _reason_to_skip(setup: TrialSetup, mode: Mode) -> str:
@@ -185,8 +201,8 @@ def _in_words(draw_record: DrawRecord, mode: Mode, other_draws: list[str]) -> st
         other_draws: what else is drawn, in words.
     """
     layouts = draw_record.layouts[mode.work].values()
-    varying = {_kernel_name(layout) for layout in layouts if layout.varies}
-    shared = {_kernel_name(layout) for layout in layouts if layout.axis is None and not layout.varies}
+    varying = {shown_name(layout.kernel) for layout in layouts if layout.varies}
+    shared = {shown_name(layout.kernel) for layout in layouts if layout.axis is None and not layout.varies}
     texts = []
     if shared:
         texts.append(f"shared by all samples: {listed(sorted(shared))}")
@@ -199,11 +215,6 @@ def _in_words(draw_record: DrawRecord, mode: Mode, other_draws: list[str]) -> st
     if not texts:
         return "none"
     return "; ".join(texts)
-
-
-def _kernel_name(layout: DrawLayout) -> str:
-    """Return the name of a draw's kernel without its overload: `bernoulli_` of `bernoulli_.float`."""
-    return layout.kernel.partition(".")[0]
 
 
 def _choose_layouts(probe: TaskProbe, mode: Mode, draw_record: DrawRecord, candidates: list[Layouts]) -> None:

@@ -154,11 +154,11 @@ def warning_of_difference(difference: Difference, samples: Samples, mode: Mode) 
     cause = "the padding" if samples.cut.is_padded else "which samples are collated together"
     return (
         f"{mode.task.setting}: the {difference.name} depends on {cause}{_mode_text(mode)}: "
-        f"{_cut_numbers(difference.values, samples)}. So the result depends on the micro-batch. Either it is a mean "
-        "over positions times the number of samples, or padded positions are in the sum, or the model sees padding "
-        "without a mask: sum and count the real positions only, and pass the model a mask. If the model sees padding "
-        "by design, such as convolutions over it, compare only runs with the same batch.micro_size and "
-        "batch.eval_micro_size"
+        f"{_cut_numbers(difference.values, samples)}. So the result depends on the micro-batch, and that of an "
+        "evaluation on batch.eval_micro_size. Either it is a mean over positions times the number of samples, or "
+        "padded positions are in the sum, or the model sees padding without a mask: sum and count the real positions "
+        "only, and pass the model a mask. If the model sees padding by design, such as convolutions over it, compare "
+        "only runs with the same batch.micro_size and batch.eval_micro_size"
     )
 
 

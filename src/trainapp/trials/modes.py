@@ -12,6 +12,8 @@ from trainapp.training.evaluation.loop import EVALUATION
 
 NO_CHECK_NEEDED = "no check needed, since task and model are trainapp's own"
 
+OF_CHECKPOINT = "those of the resumed checkpoint"  # the draws of a resumed run
+
 
 class Mode(NamedTuple):
     """A task and how it is called."""

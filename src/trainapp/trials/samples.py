@@ -8,7 +8,7 @@ apart, or cut by `split`. `FirstSamples` fetches them once for all trials.
 
 import pickle
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from trainapp.data.sampler import Source
 from trainapp.data.stream_reader import is_stream
 from trainapp.errors import summary_of
 from trainapp.state.snapshot import Snapshot
-from trainapp.state.stateful import Stateful
+from trainapp.state.stateful import Owner, Stateful
 from trainapp.trials.obstacles import Obstacle, Reason
 
 COMPARED_SAMPLES = 4  # the fewest that have two halves, and parts of unequal sizes
@@ -53,6 +53,7 @@ class Samples(NamedTuple):
     batches: dict[str, Any]
     is_joined: bool  # whether `ab` is known to be its halves joined: padding and graphs may depend on the whole batch
     cut: Cut = Cut()
+    collate_draws: bool = False  # whether the data's `collate` has drawn random numbers
 
     def positions(self, name: str) -> list[int]:
         """Return the positions of a batch's samples: `a` and `A` have the first ones."""
@@ -87,6 +88,12 @@ class FirstSamples:
         self._device = device
         self._fetched: Samples | Obstacle | None = None  # None until they are asked for
 
+    @property
+    def has_users_collate(self) -> bool:
+        """Whether batches are collated by a function of the user's."""
+        collate = Fetcher(self._dataset, self._seed).collate
+        return collate is not None and not getattr(collate, "__module__", "").startswith("trainapp.")
+
     def fetch(self) -> "Samples | Obstacle":
         """Return the samples, or why there are none: too few, or an error of the data set, which the first step
         reports. Raises errors of reading a stream, which come only once.
@@ -114,6 +121,40 @@ class FirstSamples:
             return Obstacle(Reason.NOT_FETCHED, summary_of(error))
 
 
+class WatchedFetcher(Fetcher):
+    """A fetcher that watches whether the data's `collate` draws random numbers, from a global generator or from one in
+    an attribute of the data.
+
+    Attributes: `collate_draws`, whether any call has.
+    """
+
+    def __init__(self, dataset: Any, seed: int):
+        super().__init__(dataset, seed)
+        self.collate_draws = False
+        collate = self.collate
+        if collate is None:
+            return
+        generators = [owner for owner in Stateful(data=dataset).owners.values() if owner.kind == "generator"]
+
+        def watched_collate(samples: list[Any]) -> Any:
+            states_before = _generator_states(generators)
+            batch = collate(samples)
+            if states_before != _generator_states(generators):
+                self.collate_draws = True
+            return batch
+
+        self.collate = watched_collate
+
+
+def _generator_states(generators: Sequence[Owner]) -> bytes:
+    """Return the states of the global generators, and of these."""
+    states: list[Any] = [torch.get_rng_state(), np.random.get_state(), random.getstate()]
+    for generator in generators:
+        states.append(generator.copy())
+    plain_states = [state.numpy() if isinstance(state, Tensor) else state for state in states]
+    return pickle.dumps(plain_states)
+
+
 def first_samples(data: Any, indices: Sequence[Any], seed: int) -> Samples | None:
     """Fetch these samples of a data set in batches. Return None for a single sample."""
     number = len(indices) // 2 * 2
@@ -122,9 +163,10 @@ def first_samples(data: Any, indices: Sequence[Any], seed: int) -> Samples | Non
     half = number // 2
     first_half = list(indices[:half])
     second_half = list(indices[half:number])
-    whole = _fetch(data, first_half + second_half, seed)
-    a = _fetch(data, first_half, seed)
-    b = _fetch(data, second_half, seed)
+    fetcher = WatchedFetcher(data, seed)
+    whole = fetcher[Request(0, first_half + second_half)]
+    a = fetcher[Request(0, first_half)]
+    b = fetcher[Request(0, second_half)]
 
     # A batch that is its halves joined: other orders of the same samples, and unequal parts.
     dims = batch_dims(whole, [a, b])
@@ -133,22 +175,18 @@ def first_samples(data: Any, indices: Sequence[Any], seed: int) -> Samples | Non
         for name, parts in {"ba": (b, a), "aa": (a, a), "bb": (b, b)}.items():
             batches[name] = join_parts(whole, parts, dims)
         if number > 2:
-            first = _fetch(data, first_half[:1], seed)
-            all_but_first = _fetch(data, first_half[1:] + second_half, seed)
+            first = fetcher[Request(0, first_half[:1])]
+            all_but_first = fetcher[Request(0, first_half[1:] + second_half)]
             uneven = [first, all_but_first]
             if batch_dims(whole, uneven):
                 batches.update(zip(UNEVEN, uneven, strict=True))
-        return Samples(number, batches, is_joined=True)
+        return Samples(number, batches, is_joined=True, collate_draws=fetcher.collate_draws)
 
     # Two halves of different lengths: the first one twice may still be itself joined.
-    twice = _fetch(data, first_half * 2, seed)
-    if batch_dims(twice, [a, a]):
-        return Samples(number, {"ab": twice, "a": a, "b": a}, is_joined=True)
-    return Samples(number, {"ab": whole, "a": a, "b": b}, is_joined=False)
-
-
-def _fetch(data: Any, indices: list[Any], seed: int) -> Any:
-    return Fetcher(data, seed)[Request(0, indices)]
+    twice = fetcher[Request(0, first_half * 2)]
+    is_joined = bool(batch_dims(twice, [a, a]))
+    batches = {"ab": twice, "a": a, "b": a} if is_joined else {"ab": whole, "a": a, "b": b}
+    return Samples(number, batches, is_joined, collate_draws=fetcher.collate_draws)
 
 
 # --- samples that are collated differently together than in halves
@@ -164,16 +202,18 @@ def with_cut(samples: Samples, data: Any, indices: Sequence[Any], seed: int, spl
         seed: see `Fetcher`.
         split: see `BatchLoader`.
     """
-    fetcher = Fetcher(data, seed)
+    fetcher = WatchedFetcher(data, seed)
+    fetcher.collate_draws = samples.collate_draws
     if fetcher.only_stacks:
         return samples
     try:
-        return _with_cut(samples, fetcher, list(indices), split)
+        samples = _with_cut(samples, fetcher, list(indices), split)
     except Exception as error:  # training meets it, too, and tells where
-        return samples._replace(cut=Cut(obstacle=Obstacle(Reason.ERROR, summary_of(error))))
+        samples = samples._replace(cut=Cut(obstacle=Obstacle(Reason.ERROR, summary_of(error))))
+    return samples._replace(collate_draws=fetcher.collate_draws)
 
 
-def _with_cut(samples: Samples, fetcher: Fetcher, indices: list[Any], split: Split | None) -> Samples:
+def _with_cut(samples: Samples, fetcher: WatchedFetcher, indices: list[Any], split: Split | None) -> Samples:
     half = samples.number // 2
     batches = dict(samples.batches)
 
@@ -246,37 +286,13 @@ def _ratio_of_elements(first: Any, second: Any) -> float:
     return larger / max(smaller, 1)
 
 
-def _chance_in(fetcher: Fetcher, batch: Any, indices: list[Any]) -> Reason | None:
+def _chance_in(fetcher: WatchedFetcher, batch: Any, indices: list[Any]) -> Reason | None:
     """Return why the batch of these samples may differ from its halves by chance; None if it does not."""
-    # Fetch it once more, watching the data's `collate`.
-    collate = fetcher.collate
-    has_drawn: list[bool] = []
-    if collate is not None:
-        fetcher.collate = _noting_draws(collate, has_drawn)
     repeated_batch = fetcher[Request(0, indices)]
-    fetcher.collate = collate
-
-    if any(has_drawn):
+    if fetcher.collate_draws:
         return Reason.RANDOM_COLLATE
     tensors = tensors_in(batch)
     repeated = tensors_in(repeated_batch)
     if len(tensors) != len(repeated) or not all(map(are_equal, tensors, repeated)):
         return Reason.OTHER_VALUES
     return None
-
-
-def _noting_draws(collate: Callable[[list[Any]], Any], has_drawn: list[bool]) -> Callable[[list[Any]], Any]:
-    """Return the function, which then appends to `has_drawn` whether a call drew from a global generator."""
-
-    def collate_and_note(samples: list[Any]) -> Any:
-        states_before = _generator_states()
-        batch = collate(samples)
-        has_drawn.append(states_before != _generator_states())
-        return batch
-
-    return collate_and_note
-
-
-def _generator_states() -> bytes:
-    states = (torch.get_rng_state().numpy(), np.random.get_state(), random.getstate())
-    return pickle.dumps(states)
