@@ -63,9 +63,9 @@ def test_without_seeds_of_steps_fails(tmp_path, monkeypatch):
 def test_other_samples_in_the_retry_fail(tmp_path, monkeypatch):
     change_size = recovery.change_size
 
-    def next_samples(run, failure):
+    def next_samples(run, failure, decision):
         run.batches.advance(run.state.progress)
-        change_size(run, failure)
+        change_size(run, failure, decision)
 
     monkeypatch.setattr(recovery, "change_size", next_samples)
     assert cells.after_an_error("dict", "backward", 2, tmp_path) != []

@@ -1,7 +1,7 @@
 """How an error in an attempt is recovered from, and why in this way. docs/oom.md has the same table in words.
 
-`decide` is the only place that chooses. `runner.recover` asks it twice: when the error has been described, and again
-after the rollback, which finds out what it could not restore. `recovery.change_size` then chooses the size.
+`decide` is the only place that chooses. `run.recover.recover` asks it twice: when the error has been described, and
+again after the rollback, which finds out what it could not restore. `recovery.change_size` then chooses the size.
 """
 
 from enum import Enum

@@ -1,9 +1,9 @@
 """The steps of a recovery: all ranks leave the step, it is rolled back, the size is changed, the error is reported.
 
-`decision.decide` says which of them are taken, and `runner.recover` takes them in order. A failure is *local* if no
-other rank is in the step with this one: on a single rank, and in an evaluation in which ranks do not wait for each
-other. Then this rank recovers alone. Otherwise all ranks of the run make the collective calls below, in this order: the
-vote (the others have cast theirs in the step), the exchange of failures, the rollback, what was lost, whether the size
+`decision.decide` says which of them are taken, and `run.recover` takes them in order. A failure is *local* if no other
+rank is in the step with this one: on a single rank, and in an evaluation in which ranks do not wait for each other.
+Then this rank recovers alone. Otherwise all ranks of the run make the collective calls below, in this order: the vote
+(the others have cast theirs in the step), the exchange of failures, the rollback, what was lost, whether the size
 stays, and the next size.
 """
 
@@ -17,7 +17,7 @@ from trainapp.errors import OutOfMemory, TrainingStopped
 from trainapp.files import OOM_REPORTS
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.picture import Picture
-from trainapp.oom.decision import Decision, RecoveryKind, decide
+from trainapp.oom.decision import Decision, RecoveryKind
 from trainapp.oom.messages import final_message, one_line
 from trainapp.oom.report import Failure, sizes_of_phase, write
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
@@ -97,7 +97,7 @@ def _recovering_ranks(session: Session, failure: Failure) -> Ranks:
     return SingleRank() if failure.is_local else session.ranks
 
 
-def change_size(session: Session, failure: Failure) -> None:
+def change_size(session: Session, failure: Failure, decision: Decision) -> None:
     """Choose the size of the next attempt. Raises OutOfMemory if no other one can help.
 
     Work without a size is retried unchanged, once per step. Collective: the recovering ranks.
@@ -108,7 +108,7 @@ def change_size(session: Session, failure: Failure) -> None:
     recovery.new_size = sizes.current_size
 
     # Where no smaller size can help, free memory may: retry once.
-    if _keeps_size(session, failure):
+    if _keeps_size(session, failure, decision):
         recovery.action = f"retrying with micro-batch {recovery.old_size}, after freeing unused memory"
         return
 
@@ -126,15 +126,14 @@ def change_size(session: Session, failure: Failure) -> None:
             session.recovery.too_few_error = f" ({failure.message})"
 
 
-def _keeps_size(session: Session, failure: Failure) -> bool:
+def _keeps_size(session: Session, failure: Failure, decision: Decision) -> bool:
     """Return whether to retry at the same size, once per step: no rank's work would benefit from a smaller size or, on
     CUDA, none is left and freeing fragmented memory may be enough. Collective: the recovering ranks, which may be in
     different phases.
     """
     is_on_cuda = session.state.device.type == "cuda"
     is_smallest = not sizes_of_phase(session, failure.phase).can_shrink
-    is_in_place = decide(failure, session.ranks).kind is RecoveryKind.IN_PLACE
-    may_be_fragmented = is_on_cuda and is_smallest and is_in_place
+    may_be_fragmented = is_on_cuda and is_smallest and decision.kind is RecoveryKind.IN_PLACE
     gains_nothing = failure.by_peer or not failure.phase.depends_on_size or may_be_fragmented
     may_retry = gains_nothing and session.recovery.retried_step != failure.step
 

@@ -5,7 +5,7 @@ import dataclasses
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.memory import host
 from trainapp.oom import recovery
-from trainapp.oom.decision import RecoveryKind, decide
+from trainapp.oom.decision import Decision, RecoveryKind, decide
 from trainapp.oom.report import Failure
 from trainapp.parallel.ranks import answered_by_rank_zero
 from trainapp.run import directory, resume
@@ -41,8 +41,8 @@ def recover(session: Session, failure: Failure) -> SessionStart | None:
 
     # Try again with another size, from before the step or from a checkpoint.
     if decision.kind is RecoveryKind.FROM_CHECKPOINT:
-        return _restart(session, failure, decision.reason)
-    recovery.change_size(session, failure)
+        return _restart(session, failure, decision)
+    recovery.change_size(session, failure, decision)
     recovery.report(session, failure)
     return None
 
@@ -54,13 +54,13 @@ def _count(session: Session, failure: Failure) -> None:
         session.memory.out_of_memory_count += 1
 
 
-def _restart(session: Session, failure: Failure, reason: str) -> SessionStart:
+def _restart(session: Session, failure: Failure, decision: Decision) -> SessionStart:
     """Return the start of a new session, from the last checkpoint or from the start of the run. Collective: all ranks.
 
     Args:
         session: the one that ends.
         failure: the error that ended it.
-        reason: why it cannot continue, see `Decision`.
+        decision: to do so, and why.
     """
     # The checkpoint to start from. One that is still being written in the background may be the newest.
     config = session.config
@@ -78,10 +78,10 @@ def _restart(session: Session, failure: Failure, reason: str) -> SessionStart:
         resumed = str(checkpoint)
 
     # The size to start with.
-    recovery.change_size(session, failure)
+    recovery.change_size(session, failure, decision)
     repeated = session.state.progress.step - checkpoint_step
     failure.recovery.action = (
-        f"{reason}; restarting from {origin_text} and repeating {repeated} finished steps, with "
+        f"{decision.reason}; restarting from {origin_text} and repeating {repeated} finished steps, with "
         f"micro-batch {failure.recovery.old_size} -> {failure.recovery.new_size}"
     )
     recovery.report(session, failure)

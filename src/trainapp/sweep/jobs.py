@@ -260,7 +260,7 @@ class RunningJobs:
 
 
 def forget_failure(folder: Path) -> None:
-    """Remove the result of a job that failed and starts again: if it fails before it has one, it is not that one."""
+    """Remove result.json of a failed job before it restarts, so that an early failure is not judged by the old file."""
     if state_of(json_object(folder / RESULT)) == TrialState.FAILED:
         (folder / RESULT).unlink()
 

@@ -24,7 +24,7 @@ from trainapp.losses import contrastive
 from trainapp.losses.losses import Metrics, has_embeddings, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
 from trainapp.trials.comparison import CutValues
-from trainapp.trials.modes import NO_CHECK_NEEDED, Mode, has_all_values, needs_no_check
+from trainapp.trials.modes import NO_CHECK_NEEDED, OF_CHECKPOINT, Mode, has_all_values, needs_no_check
 from trainapp.trials.obstacles import Obstacle, Reason
 from trainapp.trials.precisions import first_working_result, note_globals, precisions_to_try
 from trainapp.trials.probe import TaskProbe
@@ -36,8 +36,8 @@ from trainapp.units import listed
 # fp64's epsilon is 2e-16, fp32's 1.2e-7, and "as trained" may be in 16 bits.
 MAX_DEVIATION_IN_FP64 = 1e-5
 MAX_DEVIATION = 1e-3
-# Standard deviation of what is added to the parameters of copies. More than in `checks`: nothing is said about the task
-# here, and rows that are read wrong have to show in the loss.
+# Standard deviation of what is added to the parameters of copies. More than in `loss_check`: nothing is said about the
+# task here, and rows that are read wrong have to show in the loss.
 NOISE = 0.3
 BY_DEFAULT = "the first dimension as long as the batch counts as theirs"  # of draws that are not known
 Layouts = dict[int, DrawLayout]  # of the draws of a forward, by the draw's number
@@ -98,7 +98,7 @@ def _reason_to_skip(setup: TrialSetup, mode: Mode) -> str:
     if not belong_to_samples(draws, setup.device):
         return f"torch's own, of the micro-batch: train.draws={draws} on {setup.device.type}"
     if setup.resumes:
-        return "those of the resumed checkpoint"
+        return OF_CHECKPOINT
     if needs_no_check(mode, setup.model):
         return NO_CHECK_NEEDED
     if needs_whole_batch(mode.task):
