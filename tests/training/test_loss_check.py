@@ -413,8 +413,8 @@ def test_a_small_term_of_the_whole_batch_is_refused(term):
     assert found(functools.partial(task, weight=0), model) is None
     # A tolerance of 0.1% of the loss lets it pass.
     trial = TaskProbe(ProbeInputs(losses.CheckedTask(task, "mine"), model, FOUR, torch.device("cpu"), 0))
-    whole, a, b = (trial(name).loss for name in ("ab", "a", "b"))
-    assert abs(whole - a - b) < 1e-3 * whole
+    whole, first, second = (trial(batch).loss for batch in (FOUR.whole, FOUR.first_half, FOUR.second_half))
+    assert abs(whole - first - second) < 1e-3 * whole
 
 
 def test_terms_that_rounding_does_not_hide_in_a_large_model_either():

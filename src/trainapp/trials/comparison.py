@@ -19,6 +19,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from trainapp.trials.probe import Sums
+from trainapp.trials.samples import Order
 
 # Relative rounding errors (machine epsilons) tell the precision of a computation: fp64 has 2e-16, fp32 1.2e-7, fp16
 # 1e-3 and bf16 8e-3. These bounds lie in the gaps.
@@ -73,8 +74,8 @@ class Rounding:
     # The relative rounding error of the coarsest dtype in the computation; 0 until it is known.
     epsilon_of_loss: float = 0.0
     epsilon_of_metrics: float = 0.0
-    # Results for the same samples in another order, by the batches' names in `Samples`: `ba`, `aa` and `bb`.
-    reordered: Mapping[str, Sums] = field(default_factory=dict)
+    # Results for the same samples in another order.
+    reordered: Mapping[Order, Sums] = field(default_factory=dict)
     # Losses and metrics of the whole batch computed with other rounding, see `RandomRounding`. Without losses, the
     # reordered batches measure the rounding of the loss.
     rerounded_losses: Sequence[float] = ()
@@ -112,8 +113,8 @@ class Comparison:
 
     number: int
     results: CutResults
-    # Whether the whole batch is known to be its parts joined. Of others, which may be padded differently, only a mean
-    # is told.
+    # Whether the whole batch is known to be its parts joined. In other batches, which may be padded
+    # differently, only a mean can be detected.
     is_joined: bool = True
     has_chance: bool = False  # whether these others may differ from their parts by chance, such as in random masks
     parts: str = "their halves"  # in words
@@ -242,7 +243,7 @@ class Comparison:
             largest_change = max(abs(loss - losses.whole) for loss in rounding.rerounded_losses)
             least = EPSILONS_OF_ROUNDING * FP32_ROUNDING * size
         else:
-            reordered = {batch: sums.loss for batch, sums in rounding.reordered.items()}
+            reordered = {order: sums.loss for order, sums in rounding.reordered.items()}
             largest_change = _change_by_order(losses, reordered, default=math.inf)
             least = EPSILONS_OF_ROUNDING * rounding.epsilon_of_loss * size
         tolerance = max(SAFETY_FACTOR * largest_change, least)
@@ -259,9 +260,9 @@ class Comparison:
         # What another order has changed.
         if rounding.epsilon_of_metrics > MAX_FP64_EPSILON:
             reordered = {}
-            for batch, sums in rounding.reordered.items():
+            for order, sums in rounding.reordered.items():
                 if name in sums.metrics:
-                    reordered[batch] = sums.metrics[name]
+                    reordered[order] = sums.metrics[name]
             by_order = SAFETY_FACTOR * _change_by_order(values, reordered)
             tolerance = max(tolerance, min(by_order, _max_rounding(rounding.epsilon_of_metrics) * size))
 
@@ -280,14 +281,18 @@ def _max_rounding(epsilon: float) -> float:
     return MAX_ROUNDING if epsilon < MAX_FP32_EPSILON else MAX_COARSE_ROUNDING
 
 
-def _change_by_order(values: CutValues, reordered: Mapping[str, float], default: float = 0.0) -> float:
+def _change_by_order(values: CutValues, reordered: Mapping[Order, float], default: float = 0.0) -> float:
     """Return the largest change where batches of the same samples should have the same result.
 
     Args:
         values: of the batch and its halves.
-        reordered: of the batches `ba`, `aa` and `bb`, or some of them.
+        reordered: of the halves in other orders, or in some of them.
         default: without any of these.
     """
-    expected_values = {"ba": values.whole, "aa": 2 * values.first, "bb": 2 * values.second}
-    changes = [abs(value - expected_values[batch]) for batch, value in reordered.items()]
+    expected_values = {
+        Order.SWAPPED: values.whole,
+        Order.FIRST_HALF_TWICE: 2 * values.first,
+        Order.SECOND_HALF_TWICE: 2 * values.second,
+    }
+    changes = [abs(value - expected_values[order]) for order, value in reordered.items()]
     return max(changes, default=default)

@@ -28,14 +28,13 @@ from trainapp.trials.modes import Mode
 from trainapp.trials.obstacles import Obstacle, Reason
 from trainapp.trials.operations import Observer, RandomRounding
 from trainapp.trials.probe import Sums, TaskProbe
-from trainapp.trials.samples import UNEVEN
+from trainapp.trials.samples import HalvedBatch, TrialBatch
 from trainapp.units import listed
 
 SHUFFLED = TopicKind.DRAWS.topic("randperm.generator_out")  # a permutation of the batch: it mixes samples
 # Computations with other rounding. Each decides by chance which of two equal numbers is the larger one, so that all of
 # them decide alike, and hide that an argmax may flip, once in 128 times.
 REPEATS = 8
-REORDERED = ("ba", "aa", "bb")  # batches of the same samples, which measure rounding
 REPRODUCIBLE = 1e-5  # the most by which two calls with equal numbers may differ, relative: atomic additions in fp32
 
 
@@ -61,7 +60,8 @@ def compare_cuts(
     """
     # The whole batch and its halves: every comparison below needs these.
     call = ModeCalls(probe, mode, draw_record)
-    halves = CutResults(call("ab"), call("a"), call("b"))
+    samples = probe.samples
+    halves = CutResults(call(samples.whole), call(samples.first_half), call(samples.second_half))
     if any(sums.drew_outside_torch for sums in halves):
         draw_record.depends["python"] = (
             "the forward draws from Python's or NumPy's generator: the numbers depend on the cut"
@@ -75,19 +75,19 @@ def compare_cuts(
         divided_metrics = _divided_metrics(call, halves)
 
     padding = _compare_as_trained(call, halves, loss)
-    if probe.samples.is_joined:
+    if samples.is_joined:
         return CutFindings(loss, padding, divided_metrics)
 
     # Of a batch that is not its halves joined, the comparison as trained says more, if it could be made.
     if padding is not None and not isinstance(padding, Obstacle):
         return CutFindings(padding, None, divided_metrics)
     if not isinstance(loss, Obstacle):
-        loss = IsNoMean(probe.samples.number, padding or Obstacle(Reason.NEVER_JOINED))
+        loss = IsNoMean(samples.number, padding or Obstacle(Reason.NEVER_JOINED))
     return CutFindings(loss, None, divided_metrics)
 
 
 class ModeCalls:
-    """Calls of a task in one mode with a probe's batches, by their names, with draws as in training."""
+    """Calls of a task in one mode with a probe's batches, with draws as in training."""
 
     def __init__(self, probe: TaskProbe, mode: Mode, draw_record: DrawRecord):
         self.probe = probe
@@ -99,20 +99,19 @@ class ModeCalls:
             self._record.layouts[mode.work] = self._layouts
             self._draws_alike = any(layout.rows > 1 or layout.varies for layout in self._layouts.values())
 
-    def __call__(self, batch_name: str, dispatch_mode: Observer | RandomRounding | None = None) -> Sums:
-        positions = self.probe.samples.positions(batch_name)
-        sample_draws = SampleDraws((0,), positions, self._record, self.mode.work, alike=self._draws_alike)
-        return self.probe(batch_name, self.mode.training, sample_draws, dispatch_mode)
+    def __call__(self, batch: TrialBatch, dispatch_mode: Observer | RandomRounding | None = None) -> Sums:
+        sample_draws = SampleDraws((0,), batch.positions, self._record, self.mode.work, alike=self._draws_alike)
+        return self.probe(batch, self.mode.training, sample_draws, dispatch_mode)
 
     @property
     def knows_draws(self) -> bool:
         """Whether it is known which draws are whose. Ask after a call."""
         return self._layouts is not None and self._record.draws and self._record.depends.keys() <= {SHUFFLED, GLOBALS}
 
-    def with_other_rounding(self, batch_name: str) -> list[Sums]:
+    def with_other_rounding(self, batch: TrialBatch) -> list[Sums]:
         """Return the results for a batch, computed with other rounding."""
         device = self.probe.device
-        return [self(batch_name, RandomRounding(device, seed)) for seed in range(REPEATS)]
+        return [self(batch, RandomRounding(device, seed)) for seed in range(REPEATS)]
 
 
 # --- 1. in halves
@@ -123,10 +122,10 @@ def _compare_halves(call: ModeCalls, halves: CutResults) -> Finding:
 
     Args:
         call: calls the task.
-        halves: the results of `ab`, `a` and `b`.
+        halves: the results of the whole batch and its halves.
     """
     samples = call.probe.samples
-    has_chance = samples.cut.obstacle is not None
+    has_chance = samples.as_trained.obstacle is not None
     comparison = Comparison(samples.number, halves, samples.is_joined, has_chance)
 
     # Most tasks add up to the last bits of fp64. Then only unequal parts are left to try.
@@ -138,10 +137,10 @@ def _compare_halves(call: ModeCalls, halves: CutResults) -> Finding:
 
     # It does not add up: look whether that means anything, and how far rounding may explain it.
     observer = Observer()
-    repeated = call("ab", observer)
+    repeated = call(samples.whole, observer)
     reordered = {}
     if observer.epsilon > MAX_FP64_EPSILON:
-        reordered = {name: call(name) for name in REORDERED if name in samples.batches}
+        reordered = {order: call(batch) for order, batch in samples.reordered.items()}
     obstacle = _obstacle(call, [*halves, *reordered.values()], repeated, observer)
     if obstacle is not None:
         return obstacle
@@ -149,7 +148,7 @@ def _compare_halves(call: ModeCalls, halves: CutResults) -> Finding:
     rounding = Rounding(observer.epsilon_of_loss, observer.epsilon, reordered)
     comparison = replace(comparison, rounding=rounding)
     if comparison.failing_metrics():
-        rerounded = [sums.metrics for sums in call.with_other_rounding("ab")]
+        rerounded = [sums.metrics for sums in call.with_other_rounding(samples.whole)]
         comparison = replace(comparison, rounding=replace(rounding, rerounded_metrics=rerounded))
     return _refused_if_defective(comparison, call.mode) or _adds_up(comparison)
 
@@ -185,12 +184,12 @@ def _compare_unequal_parts(call: ModeCalls, whole: Sums) -> Refused | Obstacle |
     alike in both halves. Return None if these add up, too.
     """
     samples = call.probe.samples
-    if UNEVEN[0] not in samples.batches:
+    if samples.uneven is None:
         return None
 
     # Compare without tolerance for rounding, which costs no more calls: mostly that suffices.
     try:
-        first, all_but_first = (call(name) for name in UNEVEN)
+        first, all_but_first = map(call, samples.uneven)
     except Exception as error:  # a model may not run a single sample: training makes none then
         return Obstacle(Reason.ERROR, summary_of(error))
     if not (math.isfinite(first.loss) and math.isfinite(all_but_first.loss)):
@@ -200,7 +199,7 @@ def _compare_unequal_parts(call: ModeCalls, whole: Sums) -> Refused | Obstacle |
         return None
 
     # They differ: look whether that means anything, and how far rounding may explain it.
-    comparison, obstacle = _with_measured_rounding(call, "ab", comparison, [whole])
+    comparison, obstacle = _with_measured_rounding(call, samples.whole, comparison, [whole])
     if obstacle is not None or comparison.difference() is None:
         return obstacle
     return _refused_if_defective(comparison, call.mode)
@@ -214,37 +213,39 @@ def _compare_as_trained(call: ModeCalls, halves: CutResults, loss: Finding) -> F
 
     Args:
         call: calls the task.
-        halves: the results of `ab`, `a` and `b`.
+        halves: the results of the whole batch and its halves.
         loss: the finding about joined halves. If these cannot be judged, others cannot, either.
     """
     samples = call.probe.samples
-    if not samples.cut.names:
-        return samples.cut.obstacle
+    batches = samples.as_trained.batches
+    if batches is None:
+        return samples.as_trained.obstacle
     if samples.is_joined and isinstance(loss, Obstacle):
         return loss
     try:
-        return _compare_padding(call, halves)
+        return _compare_padding(call, halves, batches)
     except Exception as error:  # for the longest samples alone, such as their memory: training meets it
         return Obstacle(Reason.ERROR, summary_of(error))
 
 
-def _compare_padding(call: ModeCalls, halves: CutResults) -> Finding:
+def _compare_padding(call: ModeCalls, halves: CutResults, batches: HalvedBatch) -> Finding:
     mode = call.mode
     samples = call.probe.samples
-    known_results = dict(zip(("ab", "a", "b"), halves, strict=True))
-    results = CutResults(*(known_results.get(name) or call(name) for name in samples.cut.names))
+    # Some of the batches are those of `halves`: do not call the task with these again.
+    sums_by_batch = {samples.whole: halves.whole, samples.first_half: halves.first, samples.second_half: halves.second}
+    results = CutResults(*(sums_by_batch.get(batch) or call(batch) for batch in batches))
 
     comparison = Comparison(samples.number, results)
     difference = comparison.difference()
     if difference is not None:  # perhaps by rounding: measure it, which takes more calls
-        comparison, obstacle = _with_measured_rounding(call, samples.cut.names[0], comparison, results)
+        comparison, obstacle = _with_measured_rounding(call, batches.whole, comparison, results)
         if obstacle is not None:
             return obstacle
         difference = comparison.difference()
 
     if difference is None:
         return _adds_up(comparison, are_collated_apart=not samples.is_joined)
-    if difference.is_larger_count and samples.cut.is_padded:
+    if difference.is_larger_count and samples.as_trained.is_padded:
         return Refused(messages.refusal_of_padded_count(difference.values, samples, mode))
     message = messages.warning_of_difference(difference, samples, mode)
     return DependsOnCut(samples.number, difference, message)
@@ -254,22 +255,22 @@ def _compare_padding(call: ModeCalls, halves: CutResults) -> Finding:
 
 
 def _with_measured_rounding(
-    call: ModeCalls, whole_name: str, comparison: Comparison, results: Iterable[Sums]
+    call: ModeCalls, whole: TrialBatch, comparison: Comparison, results: Iterable[Sums]
 ) -> tuple[Comparison, Obstacle | None]:
     """Return the comparison with the rounding of its whole batch; and why it says nothing about the task, if so.
 
     Args:
         call: calls the task.
-        whole_name: the name of the whole batch.
+        whole: the whole batch.
         comparison: of results that differ.
         results: those that must be finite.
     """
     observer = Observer()
-    repeated = call(whole_name, observer)
+    repeated = call(whole, observer)
     obstacle = _obstacle(call, results, repeated, observer)
     if obstacle is not None:
         return comparison, obstacle
-    rerounded = call.with_other_rounding(whole_name)
+    rerounded = call.with_other_rounding(whole)
     rounding = Rounding(
         epsilon_of_loss=observer.epsilon_of_loss,
         epsilon_of_metrics=observer.epsilon,
@@ -315,15 +316,16 @@ def _divided_metrics(call: ModeCalls, halves: CutResults) -> str:
     """
     # Two batches, as the number of summands may be that of one batch's samples by chance.
     names = set(halves.whole.metrics)
-    for batch_name, sums in {"ab": halves.whole, "a": halves.first}.items():
-        number = len(call.probe.samples.positions(batch_name))
+    samples = call.probe.samples
+    for batch, sums in ((samples.whole, halves.whole), (samples.first_half, halves.first)):
+        number = len(batch.positions)
         count = sums.divisor
         may_count_tokens = count > number and count.is_integer()  # others are sums of weights
         if not names or not may_count_tokens or is_built_in(call.mode.task):
             return ""
         observer = Observer()
-        call(batch_name, observer)
+        call(batch, observer)
         names = {name for name in names if observer.summands_of_metrics.get(name) == number}
     if not names:
         return ""
-    return messages.warning_of_divided_metrics(sorted(names), halves.whole.divisor, call.probe.samples, call.mode)
+    return messages.warning_of_divided_metrics(sorted(names), halves.whole.divisor, samples, call.mode)

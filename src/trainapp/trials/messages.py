@@ -151,7 +151,7 @@ def refusal_of_padded_count(counts: CutValues, samples: Samples, mode: Mode) -> 
 
 def warning_of_difference(difference: Difference, samples: Samples, mode: Mode) -> str:
     """Return the message about results that depend on which samples are collated together."""
-    cause = "the padding" if samples.cut.is_padded else "which samples are collated together"
+    cause = "the padding" if samples.as_trained.is_padded else "which samples are collated together"
     return (
         f"{mode.task.setting}: the {difference.name} depends on {cause}{_mode_text(mode)}: "
         f"{_cut_numbers(difference.values, samples)}. So the result depends on the micro-batch, and that of an "
@@ -163,7 +163,7 @@ def warning_of_difference(difference: Difference, samples: Samples, mode: Mode) 
 
 
 def _cut_numbers(values: CutValues, samples: Samples) -> str:
-    verb = "padded" if samples.cut.is_padded else "collated"
+    verb = "padded" if samples.as_trained.is_padded else "collated"
     whole_text = f"for {samples.number} samples {verb} together it is {values.whole:.9g}"
     return f"{whole_text}, and for their halves {values.first:.9g} and {values.second:.9g}"
 
