@@ -17,9 +17,9 @@ from trainapp.draws.record import DrawRecord
 from trainapp.losses.losses import CheckedTask
 from trainapp.optim.emulated_kernels import install_for
 from trainapp.training.evaluation.loop import EVALUATION
-from trainapp.trials.cuts import compare_cuts
-from trainapp.trials.messages import DependsOnCut, Refused
+from trainapp.trials.messages import DependsOnSplit, Refused
 from trainapp.trials.modes import Mode
+from trainapp.trials.parts import compare_with_parts
 from trainapp.trials.precisions import probe_in_fp64
 from trainapp.trials.probe import ProbeInputs, TaskProbe
 from trainapp.trials.samples import SEARCHED_SAMPLES, first_samples, with_batch_as_trained
@@ -162,7 +162,7 @@ def finding_for(task, model, samples, way="fp64"):
         trial = TaskProbe(inputs)
     else:
         trial = TaskProbe(inputs, call_context=functools.partial(torch.autocast, "cpu", torch.bfloat16))
-    findings = compare_cuts(trial, Mode(inputs.task, EVALUATION, False), DrawRecord())
+    findings = compare_with_parts(trial, Mode(inputs.task, EVALUATION, False), DrawRecord())
     return findings.loss if findings.padding is None else findings.padding
 
 
@@ -488,7 +488,7 @@ def test_a_batch_is_cut_as_the_data_says():
     samples = samples_of(Sequences("train"), without_padding)
     assert_padded(samples, first_half_is_split=True)
     assert isinstance(finding_for(counting_padding, Encoder(), samples), Refused)
-    assert not isinstance(finding_for(honest, Encoder(), samples), (Refused, DependsOnCut))
+    assert not isinstance(finding_for(honest, Encoder(), samples), (Refused, DependsOnSplit))
     assert_padded(samples_of(Sequences("train"), by_rows), first_half_is_split=False)
 
 

@@ -41,7 +41,7 @@ SIZE_PER_COUNT = 0.1
 NEGLIGIBLE_LOSS = 1e-6  # per count, up to 1: about zero, so that sum and mean cannot be told apart
 
 
-class CutValues(NamedTuple):
+class SplitValues(NamedTuple):
     """A number that a task returns for a batch, and those for the batch's two parts."""
 
     whole: float
@@ -59,7 +59,7 @@ class CutValues(NamedTuple):
         return (abs(self.whole) + abs(self.first) + abs(self.second)) / 2
 
 
-class CutResults(NamedTuple):
+class SplitResults(NamedTuple):
     """A task's results for a batch, and for the batch's two parts."""
 
     whole: Sums
@@ -103,16 +103,16 @@ class Difference(NamedTuple):
     """What of a batch is not the sum of its parts'."""
 
     name: str  # "loss", "count", or "metric" and its name
-    values: CutValues
+    values: SplitValues
     is_larger_count: bool = False  # whether it is a count, in whole numbers, of more than the parts hold
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The results of a task for a batch of `number` samples, and for the two parts that it is cut into."""
+    """The results of a task for a batch of `number` samples, and for the two parts that it is split into."""
 
     number: int
-    results: CutResults
+    results: SplitResults
     # Whether the whole batch is known to be its parts joined. In other batches, which may be padded
     # differently, only a mean can be detected.
     is_joined: bool = True
@@ -123,20 +123,20 @@ class Comparison:
     # --- what is compared
 
     @property
-    def losses(self) -> CutValues:
+    def losses(self) -> SplitValues:
         """The losses."""
-        return CutValues(*(sums.loss for sums in self.results))
+        return SplitValues(*(sums.loss for sums in self.results))
 
     @property
-    def counts(self) -> CutValues:
+    def counts(self) -> SplitValues:
         """The counts by which losses are divided."""
-        return CutValues(*(sums.divisor for sums in self.results))
+        return SplitValues(*(sums.divisor for sums in self.results))
 
-    def metric_values(self, name: str) -> CutValues | None:
+    def metric_values(self, name: str) -> SplitValues | None:
         """Return the values of a metric; None if they cannot be compared: missing for a part, or not finite."""
         values = [sums.metrics.get(name, math.nan) for sums in self.results]
         reordered = [sums.metrics.get(name, 0.0) for sums in self.rounding.reordered.values()]
-        return CutValues(*values) if all(map(math.isfinite, values + reordered)) else None
+        return SplitValues(*values) if all(map(math.isfinite, values + reordered)) else None
 
     def skipped_metrics(self) -> list[str]:
         """Return the names of metrics that cannot be compared."""
@@ -185,7 +185,7 @@ class Comparison:
             return Difference(f"metric {name}", values)
         return None
 
-    def failing_metrics(self) -> list[tuple[str, CutValues]]:
+    def failing_metrics(self) -> list[tuple[str, SplitValues]]:
         """Return the metrics that do not add up, with their values."""
         failing = []
         for name in self.results.whole.metrics:
@@ -194,7 +194,7 @@ class Comparison:
                 failing.append((name, values))
         return failing
 
-    def _is_mean(self, values: CutValues, tolerance: float) -> bool:
+    def _is_mean(self, values: SplitValues, tolerance: float) -> bool:
         """Return whether the whole batch's value is the mean of its parts' and not their sum. The mean is weighted
         equally or by their counts; if both hold the same values, with any weights (such as tokens, while the count is
         of samples).
@@ -249,7 +249,7 @@ class Comparison:
         tolerance = max(SAFETY_FACTOR * largest_change, least)
         return deviation <= min(tolerance, max_rounding * size)
 
-    def _metric_tolerance(self, name: str, values: CutValues) -> float:
+    def _metric_tolerance(self, name: str, values: SplitValues) -> float:
         """Return the largest excess of a metric that may be rounding."""
         size = values.size
         rounding = self.rounding
@@ -281,7 +281,7 @@ def _max_rounding(epsilon: float) -> float:
     return MAX_ROUNDING if epsilon < MAX_FP32_EPSILON else MAX_COARSE_ROUNDING
 
 
-def _change_by_order(values: CutValues, reordered: Mapping[Order, float], default: float = 0.0) -> float:
+def _change_by_order(values: SplitValues, reordered: Mapping[Order, float], default: float = 0.0) -> float:
     """Return the largest change where batches of the same samples should have the same result.
 
     Args:

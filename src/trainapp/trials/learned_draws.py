@@ -23,7 +23,7 @@ from trainapp.errors import summary_of
 from trainapp.losses import contrastive
 from trainapp.losses.losses import Metrics, has_embeddings, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
-from trainapp.trials.comparison import CutValues
+from trainapp.trials.comparison import SplitValues
 from trainapp.trials.modes import NO_CHECK_NEEDED, Mode, has_all_values, needs_no_check
 from trainapp.trials.obstacles import Obstacle, Reason
 from trainapp.trials.precisions import first_working_result, note_globals, precisions_to_try
@@ -226,7 +226,7 @@ def _choose_layouts(probe: TaskProbe, mode: Mode, draw_record: DrawRecord, candi
         raise ArithmeticError("the loss is not finite")
     draw_record.layouts[mode.work] = candidates[deviations.index(smallest)]
 
-    # The best reading may still be wrong: then something depends on the cut, and the run says so.
+    # The best reading may still be wrong: then something depends on the split, and the run says so.
     tolerance = MAX_DEVIATION_IN_FP64 if probe.dtype is torch.float64 else MAX_DEVIATION
     if smallest > tolerance:
         draw_record.depends[_topic(mode)] = (
@@ -243,7 +243,7 @@ def _deviation(probe: TaskProbe, mode: Mode, layouts: Layouts) -> float:
         record = DrawRecord({mode.work: layouts})
         sample_draws = SampleDraws((0,), batch.positions, record, mode.work)
         losses.append(probe(batch, mode.training, sample_draws).loss)
-    values = CutValues(*losses)
+    values = SplitValues(*losses)
     return abs(values.excess) / (values.size or 1.0)
 
 

@@ -1,6 +1,6 @@
 """Compares a task's results for a batch with those for its parts, in one mode and in one precision.
 
-A batch of four samples is cut in up to three ways (`trials.samples` makes the batches), each of which shows what the
+A batch of four samples is split in up to three ways (`trials.samples` makes the batches), each of which shows what the
 others may hide:
 
 1. in halves whose tensors, joined, are the batch: for sums, the results of the halves add up;
@@ -22,8 +22,8 @@ from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
 from trainapp.losses.losses import is_built_in
 from trainapp.trials import messages
-from trainapp.trials.comparison import MAX_FP64_EPSILON, Comparison, CutResults, Rounding
-from trainapp.trials.messages import AddsUp, DependsOnCut, Finding, IsNoMean, Refused
+from trainapp.trials.comparison import MAX_FP64_EPSILON, Comparison, Rounding, SplitResults
+from trainapp.trials.messages import AddsUp, DependsOnSplit, Finding, IsNoMean, Refused
 from trainapp.trials.modes import Mode
 from trainapp.trials.obstacles import Obstacle, Reason
 from trainapp.trials.operations import Observer, RandomRounding
@@ -38,7 +38,7 @@ REPEATS = 8
 REPRODUCIBLE = 1e-5  # the most by which two calls with equal numbers may differ, relative: atomic additions in fp32
 
 
-class CutFindings(NamedTuple):
+class TaskFindings(NamedTuple):
     """What the comparisons of a batch with its parts say of a task."""
 
     loss: Finding
@@ -47,9 +47,9 @@ class CutFindings(NamedTuple):
     divided_metrics: str = ""  # the warning about metrics of samples that are divided by a count of something else
 
 
-def compare_cuts(
+def compare_with_parts(
     probe: TaskProbe, mode: Mode, draw_record: DrawRecord, looks_for_divided_metrics: bool = True
-) -> CutFindings:
+) -> TaskFindings:
     """Compare a task's results for a batch with those for its parts. Raises errors of the task and the model.
 
     Args:
@@ -61,7 +61,7 @@ def compare_cuts(
     # The whole batch and its halves: every comparison below needs these.
     call = ModeCalls(probe, mode, draw_record)
     samples = probe.samples
-    halves = CutResults(call(samples.whole), call(samples.first_half), call(samples.second_half))
+    halves = SplitResults(call(samples.whole), call(samples.first_half), call(samples.second_half))
     if any(sums.drew_outside_torch for sums in halves):
         draw_record.depends["python"] = (
             "the forward draws from Python's or NumPy's generator: the numbers depend on the cut"
@@ -69,21 +69,21 @@ def compare_cuts(
 
     loss = _compare_halves(call, halves)
     if isinstance(loss, Refused):
-        return CutFindings(loss)
+        return TaskFindings(loss)
     divided_metrics = ""
     if looks_for_divided_metrics and not isinstance(loss, Obstacle):
         divided_metrics = _divided_metrics(call, halves)
 
     padding = _compare_as_trained(call, halves, loss)
     if samples.is_joined:
-        return CutFindings(loss, padding, divided_metrics)
+        return TaskFindings(loss, padding, divided_metrics)
 
     # Of a batch that is not its halves joined, the comparison as trained says more, if it could be made.
     if padding is not None and not isinstance(padding, Obstacle):
-        return CutFindings(padding, None, divided_metrics)
+        return TaskFindings(padding, None, divided_metrics)
     if not isinstance(loss, Obstacle):
         loss = IsNoMean(samples.number, padding or Obstacle(Reason.NEVER_JOINED))
-    return CutFindings(loss, None, divided_metrics)
+    return TaskFindings(loss, None, divided_metrics)
 
 
 class ModeCalls:
@@ -117,7 +117,7 @@ class ModeCalls:
 # --- 1. in halves
 
 
-def _compare_halves(call: ModeCalls, halves: CutResults) -> Finding:
+def _compare_halves(call: ModeCalls, halves: SplitResults) -> Finding:
     """Compare a batch with its halves, and then with unequal parts.
 
     Args:
@@ -194,7 +194,7 @@ def _compare_unequal_parts(call: ModeCalls, whole: Sums) -> Refused | Obstacle |
         return Obstacle(Reason.ERROR, summary_of(error))
     if not (math.isfinite(first.loss) and math.isfinite(all_but_first.loss)):
         return Obstacle(Reason.NOT_FINITE_ALONE)
-    comparison = Comparison(samples.number, CutResults(whole, first, all_but_first), parts="the first and the others")
+    comparison = Comparison(samples.number, SplitResults(whole, first, all_but_first), parts="the first and the others")
     if comparison.difference() is None:
         return None
 
@@ -208,7 +208,7 @@ def _compare_unequal_parts(call: ModeCalls, whole: Sums) -> Refused | Obstacle |
 # --- 3. as training makes micro-batches
 
 
-def _compare_as_trained(call: ModeCalls, halves: CutResults, loss: Finding) -> Finding | None:
+def _compare_as_trained(call: ModeCalls, halves: SplitResults, loss: Finding) -> Finding | None:
     """Compare a batch with its halves as training makes them, if they may differ from the batch; None if they do not.
 
     Args:
@@ -228,12 +228,12 @@ def _compare_as_trained(call: ModeCalls, halves: CutResults, loss: Finding) -> F
         return Obstacle(Reason.ERROR, summary_of(error))
 
 
-def _compare_padding(call: ModeCalls, halves: CutResults, batches: HalvedBatch) -> Finding:
+def _compare_padding(call: ModeCalls, halves: SplitResults, batches: HalvedBatch) -> Finding:
     mode = call.mode
     samples = call.probe.samples
     # Some of the batches are those of `halves`: do not call the task with these again.
     sums_by_batch = {samples.whole: halves.whole, samples.first_half: halves.first, samples.second_half: halves.second}
-    results = CutResults(*(sums_by_batch.get(batch) or call(batch) for batch in batches))
+    results = SplitResults(*(sums_by_batch.get(batch) or call(batch) for batch in batches))
 
     comparison = Comparison(samples.number, results)
     difference = comparison.difference()
@@ -248,7 +248,7 @@ def _compare_padding(call: ModeCalls, halves: CutResults, batches: HalvedBatch) 
     if difference.is_larger_count and samples.as_trained.is_padded:
         return Refused(messages.refusal_of_padded_count(difference.values, samples, mode))
     message = messages.warning_of_difference(difference, samples, mode)
-    return DependsOnCut(samples.number, difference, message)
+    return DependsOnSplit(samples.number, difference, message)
 
 
 # --- what a difference may be due to
@@ -310,7 +310,7 @@ def _obstacle(call: ModeCalls, results: Iterable[Sums], repeated: Sums, observer
 # --- metrics that add up, but are divided by another count
 
 
-def _divided_metrics(call: ModeCalls, halves: CutResults) -> str:
+def _divided_metrics(call: ModeCalls, halves: SplitResults) -> str:
     """Return the warning about metrics that sum one value per sample, while the count is of something else, such as
     tokens; "" if there are none. They add up all the same, so that no comparison of sums shows it.
     """
