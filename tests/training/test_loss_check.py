@@ -22,11 +22,11 @@ from trainapp.errors import UserError
 from trainapp.losses import losses
 from trainapp.optim.emulated_kernels import install_for
 from trainapp.training.evaluation.loop import EVALUATION
-from trainapp.trials.comparison import Comparison, CutResults, Defect, DefectKind
-from trainapp.trials.cuts import compare_cuts
+from trainapp.trials.comparison import Comparison, Defect, DefectKind, SplitResults
 from trainapp.trials.messages import Refused
 from trainapp.trials.modes import Mode
 from trainapp.trials.operations import Observer, RandomRounding
+from trainapp.trials.parts import compare_with_parts
 from trainapp.trials.precisions import ProbeFactory, first_working_result, probe_in_fp64
 from trainapp.trials.probe import ProbeInputs, Sums, TaskProbe
 from trainapp.trials.samples import first_samples
@@ -289,7 +289,7 @@ def test_a_resumed_run_does_not_read_a_stream_from_its_beginning(tmp_path):
 
 def test_a_mean_over_many_is_told_however_small():
     losses = [(0.08, 2e5), (0.0799, 1e5), (0.0801, 1e5)]
-    results = CutResults(*(Sums(*sums, {}, False) for sums in losses))
+    results = SplitResults(*(Sums(*sums, {}, False) for sums in losses))
     for is_joined in (True, False):
         assert Comparison(4, results, is_joined).defect() == Defect(DefectKind.MEAN)
 
@@ -344,7 +344,7 @@ def test_the_task_is_called_at_all(tmp_path, monkeypatch):
 
 
 def test_trainapps_own_parts_are_known(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainapp.trials.loss_check.compare_cuts", lambda *_: pytest.fail("compared"))
+    monkeypatch.setattr("trainapp.trials.loss_check.compare_with_parts", lambda *_: pytest.fail("compared"))
     for model in runs.MODELS.values():
         runs.prepare(tmp_path, *model).close()
 
@@ -368,7 +368,7 @@ def found(task, model, ways=("double", "fp32"), samples=FOUR):
         "fp32": functools.partial(TaskProbe, inputs),
         "bf16": functools.partial(TaskProbe, inputs, **half),
     }
-    check = functools.partial(compare_cuts, mode=mode_of(task), draw_record=DrawRecord())
+    check = functools.partial(compare_with_parts, mode=mode_of(task), draw_record=DrawRecord())
     finding = first_working_result([ProbeFactory(way, known[way]) for way in ways], check).value.loss
     return finding.message if isinstance(finding, Refused) else None
 
@@ -413,8 +413,8 @@ def test_a_small_term_of_the_whole_batch_is_refused(term):
     assert found(functools.partial(task, weight=0), model) is None
     # A tolerance of 0.1% of the loss lets it pass.
     trial = TaskProbe(ProbeInputs(losses.CheckedTask(task, "mine"), model, FOUR, torch.device("cpu"), 0))
-    whole, a, b = (trial(name).loss for name in ("ab", "a", "b"))
-    assert abs(whole - a - b) < 1e-3 * whole
+    whole, first, second = (trial(batch).loss for batch in (FOUR.whole, FOUR.first_half, FOUR.second_half))
+    assert abs(whole - first - second) < 1e-3 * whole
 
 
 def test_terms_that_rounding_does_not_hide_in_a_large_model_either():

@@ -17,12 +17,12 @@ from trainapp.draws.record import DrawRecord
 from trainapp.losses.losses import CheckedTask
 from trainapp.optim.emulated_kernels import install_for
 from trainapp.training.evaluation.loop import EVALUATION
-from trainapp.trials.cuts import compare_cuts
-from trainapp.trials.messages import DependsOnCut, Refused
+from trainapp.trials.messages import DependsOnSplit, Refused
 from trainapp.trials.modes import Mode
+from trainapp.trials.parts import compare_with_parts
 from trainapp.trials.precisions import probe_in_fp64
 from trainapp.trials.probe import ProbeInputs, TaskProbe
-from trainapp.trials.samples import SEARCHED_SAMPLES, Cut, first_samples, with_cut
+from trainapp.trials.samples import SEARCHED_SAMPLES, first_samples, with_batch_as_trained
 
 HERE = "user_packages=[test_padded_batches]"
 TASK = "task=test_padded_batches."
@@ -149,7 +149,7 @@ def test_an_honest_task_passes(tmp_path, caplog, kind):
 
 def samples_of(data, split=None):
     indices = list(range(min(len(data), SEARCHED_SAMPLES)))
-    return with_cut(first_samples(data, indices[:4], 0), data, indices, 0, split)
+    return with_batch_as_trained(first_samples(data, indices[:4], 0), data, indices, 0, split)
 
 
 def finding_for(task, model, samples, way="fp64"):
@@ -162,7 +162,7 @@ def finding_for(task, model, samples, way="fp64"):
         trial = TaskProbe(inputs)
     else:
         trial = TaskProbe(inputs, call_context=functools.partial(torch.autocast, "cpu", torch.bfloat16))
-    findings = compare_cuts(trial, Mode(inputs.task, EVALUATION, False), DrawRecord())
+    findings = compare_with_parts(trial, Mode(inputs.task, EVALUATION, False), DrawRecord())
     return findings.loss if findings.padding is None else findings.padding
 
 
@@ -298,7 +298,7 @@ def test_honest_tasks_pass(name, way):
     for seed in range(3):
         torch.manual_seed(seed)
         samples = samples_of(data("train"))
-        assert samples.cut.names
+        assert samples.as_trained.batches
         finding = finding_for(task, model(), samples, way)
         assert str(finding).startswith("adds up over 4 samples")
 
@@ -309,7 +309,7 @@ def test_other_tasks_do_not(data, way):
     torch.manual_seed(0)
     samples, model = samples_of(data("train")), Encoder()
     finding = finding_for(counting_padding, model, samples, way)
-    assert isinstance(finding, Refused) == samples.cut.is_padded == (data is not Sorted)
+    assert isinstance(finding, Refused) == samples.as_trained.is_padded == (data is not Sorted)
     assert "the count " in finding.message
     for task in (mean_of_tokens_times_samples, without_a_mask) if way != "bf16" else ():  # 2% may be its rounding
         assert "the loss depends on " in finding_for(task, model, samples, way).message
@@ -423,7 +423,9 @@ class Lost(OneLength):
 
 
 def test_the_reason_is_told_where_nothing_could_be_compared():
-    told = {kind: str(samples_of(kind("train")).cut.obstacle) for kind in (Masking, MaskingByItsOwn, OneLength, Lost)}
+    told = {
+        kind: str(samples_of(kind("train")).as_trained.obstacle) for kind in (Masking, MaskingByItsOwn, OneLength, Lost)
+    }
     assert told == {
         Masking: "the data's `collate` draws random numbers",
         MaskingByItsOwn: "the data's `collate` draws random numbers",
@@ -444,13 +446,29 @@ def test_random_masks_are_no_padding(tmp_path, caplog, kind):
     assert text.startswith("the data's `collate` draws random numbers for each micro-batch, not for the step")
     assert warnings == [f"step 1: {text}"]
     reasons = [checks.get("padding", ""), checks["loss"]]
-    assert any(str(samples_of(globals()[kind]("train")).cut.obstacle) in reason for reason in reasons)
+    assert any(str(samples_of(globals()[kind]("train")).as_trained.obstacle) in reason for reason in reasons)
+
+
+def assert_padded(samples, first_half_is_split):
+    """Assert that another second half is compared, with padding, and whether `split` has made the halves."""
+    whole, first_half, second_half = samples.as_trained.batches
+    assert whole is not samples.whole
+    assert second_half is not samples.second_half
+    assert (first_half is not samples.first_half) == first_half_is_split
+    assert [batch.positions for batch in samples.as_trained.batches] == [
+        samples.whole.positions,
+        samples.first_half.positions,
+        samples.second_half.positions,
+    ]
+    assert samples.as_trained.is_padded
+    assert samples.as_trained.obstacle is None
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_few_samples(size):
     samples = samples_of(Sequences("train", size))
-    assert (samples.number, samples.cut.names, samples.cut.is_padded) == (2, ("ac", "a", "c"), True)
+    assert samples.number == 2
+    assert_padded(samples, first_half_is_split=False)
     assert isinstance(finding_for(counting_padding, Encoder(), samples), Refused)
 
 
@@ -468,10 +486,10 @@ def by_rows(batch, start, end):
 def test_a_batch_is_cut_as_the_data_says():
     """Where this changes nothing, the samples of a micro-batch are still collated by themselves."""
     samples = samples_of(Sequences("train"), without_padding)
-    assert samples.cut == Cut(("ac", "A", "C"), is_padded=True)
+    assert_padded(samples, first_half_is_split=True)
     assert isinstance(finding_for(counting_padding, Encoder(), samples), Refused)
-    assert not isinstance(finding_for(honest, Encoder(), samples), (Refused, DependsOnCut))
-    assert samples_of(Sequences("train"), by_rows).cut == Cut(("ac", "a", "c"), is_padded=True)
+    assert not isinstance(finding_for(honest, Encoder(), samples), (Refused, DependsOnSplit))
+    assert_padded(samples_of(Sequences("train"), by_rows), first_half_is_split=False)
 
 
 def test_what_is_padding():

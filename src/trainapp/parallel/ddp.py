@@ -4,7 +4,7 @@ import contextlib
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,11 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from trainapp.config.schema import Ddp
+from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import Strategy, Task, TaskModule, compute_within, requires_grad_only
 from trainapp.torch_private import DispatchMode, rebuild_buckets, storage_id
+from trainapp.units import listed
 
 
 @dataclass
@@ -27,10 +29,12 @@ class Exchange:
     ranks: Ranks
     due: bool = True  # False in all but the last micro-batch
     has_reduced: bool = False  # since the buckets were last rebuilt
+    is_complete: bool = False  # whether this backward has handed over all buckets
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         """Return the sum of a bucket over ranks; the bucket itself if no exchange is due or the step is aborted."""
         self.has_reduced = True
+        self.is_complete = bucket.is_last()  # they come in order
         buffer = bucket.buffer()
 
         # Not now, or not any more: DDP takes the bucket as its own sum.
@@ -170,12 +174,30 @@ class DDP(Strategy):
     def micro_batch(self, last: bool) -> Iterator[None]:
         wrapper = self._wrapper
         wrapper.exchange.due = last
+        wrapper.exchange.is_complete = False
         # A static graph needs DDP's bookkeeping in every backward: only the hook skips the exchange then.
         if last or self.settings.static_graph:
             yield
         else:
             with wrapper.module.no_sync():
                 yield
+        if last and not wrapper.exchange.is_complete:
+            self._refuse_unused_parameters()
+
+    def _refuse_unused_parameters(self) -> NoReturn:
+        """Raise UserError: the backward has ended, and DDP still waits for the gradients of some parameters. Those that
+        share a bucket with them are not summed. DDP itself would say so in the next forward, after the update.
+        """
+        trained = set(self._trained)
+        if self._parameters_by_update:
+            trained &= set(self._parameters_by_update[self._update])
+        unused = [name for name, p in self.model.named_parameters() if p in trained and p.grad is None]
+        names = listed(unused) if unused else "some parameters, in a step's last micro-batch"
+        raise UserError(
+            f"parallel.ddp.find_unused_parameters=false: the loss does not depend on {names}, so that DDP waits for "
+            "their gradients; set parallel.ddp.find_unused_parameters=true, or exclude them from training by "
+            "model.freeze"
+        )
 
     def abort_step(self) -> None:
         """Rewrap the model: about 3 ms for a toy model, once per failure."""

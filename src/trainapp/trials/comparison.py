@@ -19,6 +19,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from trainapp.trials.probe import Sums
+from trainapp.trials.samples import Order
 
 # Relative rounding errors (machine epsilons) tell the precision of a computation: fp64 has 2e-16, fp32 1.2e-7, fp16
 # 1e-3 and bf16 8e-3. These bounds lie in the gaps.
@@ -40,7 +41,7 @@ SIZE_PER_COUNT = 0.1
 NEGLIGIBLE_LOSS = 1e-6  # per count, up to 1: about zero, so that sum and mean cannot be told apart
 
 
-class CutValues(NamedTuple):
+class SplitValues(NamedTuple):
     """A number that a task returns for a batch, and those for the batch's two parts."""
 
     whole: float
@@ -58,7 +59,7 @@ class CutValues(NamedTuple):
         return (abs(self.whole) + abs(self.first) + abs(self.second)) / 2
 
 
-class CutResults(NamedTuple):
+class SplitResults(NamedTuple):
     """A task's results for a batch, and for the batch's two parts."""
 
     whole: Sums
@@ -73,8 +74,8 @@ class Rounding:
     # The relative rounding error of the coarsest dtype in the computation; 0 until it is known.
     epsilon_of_loss: float = 0.0
     epsilon_of_metrics: float = 0.0
-    # Results for the same samples in another order, by the batches' names in `Samples`: `ba`, `aa` and `bb`.
-    reordered: Mapping[str, Sums] = field(default_factory=dict)
+    # Results for the same samples in another order.
+    reordered: Mapping[Order, Sums] = field(default_factory=dict)
     # Losses and metrics of the whole batch computed with other rounding, see `RandomRounding`. Without losses, the
     # reordered batches measure the rounding of the loss.
     rerounded_losses: Sequence[float] = ()
@@ -102,18 +103,18 @@ class Difference(NamedTuple):
     """What of a batch is not the sum of its parts'."""
 
     name: str  # "loss", "count", or "metric" and its name
-    values: CutValues
+    values: SplitValues
     is_larger_count: bool = False  # whether it is a count, in whole numbers, of more than the parts hold
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The results of a task for a batch of `number` samples, and for the two parts that it is cut into."""
+    """The results of a task for a batch of `number` samples, and for the two parts that it is split into."""
 
     number: int
-    results: CutResults
-    # Whether the whole batch is known to be its parts joined. Of others, which may be padded differently, only a mean
-    # is told.
+    results: SplitResults
+    # Whether the whole batch is known to be its parts joined. In other batches, which may be padded
+    # differently, only a mean can be detected.
     is_joined: bool = True
     has_chance: bool = False  # whether these others may differ from their parts by chance, such as in random masks
     parts: str = "their halves"  # in words
@@ -122,20 +123,20 @@ class Comparison:
     # --- what is compared
 
     @property
-    def losses(self) -> CutValues:
+    def losses(self) -> SplitValues:
         """The losses."""
-        return CutValues(*(sums.loss for sums in self.results))
+        return SplitValues(*(sums.loss for sums in self.results))
 
     @property
-    def counts(self) -> CutValues:
+    def counts(self) -> SplitValues:
         """The counts by which losses are divided."""
-        return CutValues(*(sums.divisor for sums in self.results))
+        return SplitValues(*(sums.divisor for sums in self.results))
 
-    def metric_values(self, name: str) -> CutValues | None:
+    def metric_values(self, name: str) -> SplitValues | None:
         """Return the values of a metric; None if they cannot be compared: missing for a part, or not finite."""
         values = [sums.metrics.get(name, math.nan) for sums in self.results]
         reordered = [sums.metrics.get(name, 0.0) for sums in self.rounding.reordered.values()]
-        return CutValues(*values) if all(map(math.isfinite, values + reordered)) else None
+        return SplitValues(*values) if all(map(math.isfinite, values + reordered)) else None
 
     def skipped_metrics(self) -> list[str]:
         """Return the names of metrics that cannot be compared."""
@@ -184,7 +185,7 @@ class Comparison:
             return Difference(f"metric {name}", values)
         return None
 
-    def failing_metrics(self) -> list[tuple[str, CutValues]]:
+    def failing_metrics(self) -> list[tuple[str, SplitValues]]:
         """Return the metrics that do not add up, with their values."""
         failing = []
         for name in self.results.whole.metrics:
@@ -193,7 +194,7 @@ class Comparison:
                 failing.append((name, values))
         return failing
 
-    def _is_mean(self, values: CutValues, tolerance: float) -> bool:
+    def _is_mean(self, values: SplitValues, tolerance: float) -> bool:
         """Return whether the whole batch's value is the mean of its parts' and not their sum. The mean is weighted
         equally or by their counts; if both hold the same values, with any weights (such as tokens, while the count is
         of samples).
@@ -242,13 +243,13 @@ class Comparison:
             largest_change = max(abs(loss - losses.whole) for loss in rounding.rerounded_losses)
             least = EPSILONS_OF_ROUNDING * FP32_ROUNDING * size
         else:
-            reordered = {batch: sums.loss for batch, sums in rounding.reordered.items()}
+            reordered = {order: sums.loss for order, sums in rounding.reordered.items()}
             largest_change = _change_by_order(losses, reordered, default=math.inf)
             least = EPSILONS_OF_ROUNDING * rounding.epsilon_of_loss * size
         tolerance = max(SAFETY_FACTOR * largest_change, least)
         return deviation <= min(tolerance, max_rounding * size)
 
-    def _metric_tolerance(self, name: str, values: CutValues) -> float:
+    def _metric_tolerance(self, name: str, values: SplitValues) -> float:
         """Return the largest excess of a metric that may be rounding."""
         size = values.size
         rounding = self.rounding
@@ -259,9 +260,9 @@ class Comparison:
         # What another order has changed.
         if rounding.epsilon_of_metrics > MAX_FP64_EPSILON:
             reordered = {}
-            for batch, sums in rounding.reordered.items():
+            for order, sums in rounding.reordered.items():
                 if name in sums.metrics:
-                    reordered[batch] = sums.metrics[name]
+                    reordered[order] = sums.metrics[name]
             by_order = SAFETY_FACTOR * _change_by_order(values, reordered)
             tolerance = max(tolerance, min(by_order, _max_rounding(rounding.epsilon_of_metrics) * size))
 
@@ -280,14 +281,18 @@ def _max_rounding(epsilon: float) -> float:
     return MAX_ROUNDING if epsilon < MAX_FP32_EPSILON else MAX_COARSE_ROUNDING
 
 
-def _change_by_order(values: CutValues, reordered: Mapping[str, float], default: float = 0.0) -> float:
+def _change_by_order(values: SplitValues, reordered: Mapping[Order, float], default: float = 0.0) -> float:
     """Return the largest change where batches of the same samples should have the same result.
 
     Args:
         values: of the batch and its halves.
-        reordered: of the batches `ba`, `aa` and `bb`, or some of them.
+        reordered: of the halves in other orders, or in some of them.
         default: without any of these.
     """
-    expected_values = {"ba": values.whole, "aa": 2 * values.first, "bb": 2 * values.second}
-    changes = [abs(value - expected_values[batch]) for batch, value in reordered.items()]
+    expected_values = {
+        Order.SWAPPED: values.whole,
+        Order.FIRST_HALF_TWICE: 2 * values.first,
+        Order.SECOND_HALF_TWICE: 2 * values.second,
+    }
+    changes = [abs(value - expected_values[order]) for order, value in reordered.items()]
     return max(changes, default=default)

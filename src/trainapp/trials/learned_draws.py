@@ -23,7 +23,7 @@ from trainapp.errors import summary_of
 from trainapp.losses import contrastive
 from trainapp.losses.losses import Metrics, has_embeddings, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
-from trainapp.trials.comparison import CutValues
+from trainapp.trials.comparison import SplitValues
 from trainapp.trials.modes import NO_CHECK_NEEDED, OF_CHECKPOINT, Mode, has_all_values, needs_no_check
 from trainapp.trials.obstacles import Obstacle, Reason
 from trainapp.trials.precisions import first_working_result, note_globals, precisions_to_try
@@ -157,10 +157,11 @@ def _read_shapes(probe: TaskProbe, mode: Mode, draw_record: DrawRecord) -> tuple
     # Note what is drawn for all samples and for half of them.
     noted = DrawRecord()
     other_draws: list[str] = []
-    draws_of: dict[str, dict[int, RandomDraw]] = {"ab": {}, "a": {}}
-    for batch_name, draws in draws_of.items():
-        sample_draws = SampleDraws((0,), samples.positions(batch_name), noted, mode.work, draws)
-        sums = probe(batch_name, mode.training, sample_draws)
+    draws_of_whole: dict[int, RandomDraw] = {}
+    draws_of_half: dict[int, RandomDraw] = {}
+    for batch, draws in ((samples.whole, draws_of_whole), (samples.first_half, draws_of_half)):
+        sample_draws = SampleDraws((0,), batch.positions, noted, mode.work, draws)
+        sums = probe(batch, mode.training, sample_draws)
         if sums.drew_outside_torch and not other_draws:
             other_draws.append("Python's or NumPy's of the micro-batch")
     for topic, text in noted.depends.items():
@@ -169,10 +170,8 @@ def _read_shapes(probe: TaskProbe, mode: Mode, draw_record: DrawRecord) -> tuple
             other_draws.append(text)
 
     # The dimension of the samples is the one that grows with their number.
-    number = len(samples.positions("ab"))
-    number_in_half = len(samples.positions("a"))
-    draws_of_whole = draws_of["ab"]
-    draws_of_half = draws_of["a"]
+    number = len(samples.whole.positions)
+    number_in_half = len(samples.first_half.positions)
     layouts = layouts_by_shape(draws_of_whole, draws_of_half, number, number_in_half)
     draw_record.layouts[mode.work] = layouts
     if len(draws_of_whole) != len(draws_of_half):
@@ -227,7 +226,7 @@ def _choose_layouts(probe: TaskProbe, mode: Mode, draw_record: DrawRecord, candi
         raise ArithmeticError("the loss is not finite")
     draw_record.layouts[mode.work] = candidates[deviations.index(smallest)]
 
-    # The best reading may still be wrong: then something depends on the cut, and the run says so.
+    # The best reading may still be wrong: then something depends on the split, and the run says so.
     tolerance = MAX_DEVIATION_IN_FP64 if probe.dtype is torch.float64 else MAX_DEVIATION
     if smallest > tolerance:
         draw_record.depends[_topic(mode)] = (
@@ -238,13 +237,13 @@ def _choose_layouts(probe: TaskProbe, mode: Mode, draw_record: DrawRecord, candi
 
 def _deviation(probe: TaskProbe, mode: Mode, layouts: Layouts) -> float:
     """Return by how much the loss of all samples differs from that of their halves with these layouts, relative."""
+    samples = probe.samples
     losses = []
-    for batch_name in ("ab", "a", "b"):
-        positions = probe.samples.positions(batch_name)
+    for batch in (samples.whole, samples.first_half, samples.second_half):
         record = DrawRecord({mode.work: layouts})
-        sample_draws = SampleDraws((0,), positions, record, mode.work)
-        losses.append(probe(batch_name, mode.training, sample_draws).loss)
-    values = CutValues(*losses)
+        sample_draws = SampleDraws((0,), batch.positions, record, mode.work)
+        losses.append(probe(batch, mode.training, sample_draws).loss)
+    values = SplitValues(*losses)
     return abs(values.excess) / (values.size or 1.0)
 
 

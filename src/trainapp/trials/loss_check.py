@@ -11,7 +11,7 @@ What is called: the task of evaluations and those of the updates, each in the mo
 training. Without gradients, unless the task itself needs some, as for a gradient penalty; with BatchNorm in evaluation
 mode. A call leaves no trace (`trials.probe`).
 
-What is compared: loss, count and metrics of the batch with those of its parts (`trials.cuts`), to rounding
+What is compared: loss, count and metrics of the batch with those of its parts (`trials.parts`), to rounding
 (`trials.comparison`). Metrics as strictly as the loss, since an objective may be one.
 
 In which precision: to keep rounding from hiding a difference, a small model and its task are copied to fp64; what
@@ -37,10 +37,10 @@ from trainapp.draws.record import DrawRecord, TopicKind
 from trainapp.errors import UserError, summary_of
 from trainapp.losses.losses import has_embeddings, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
-from trainapp.trials.cuts import CutFindings, compare_cuts
-from trainapp.trials.messages import DependsOnCut, Finding, Refused
+from trainapp.trials.messages import DependsOnSplit, Finding, Refused
 from trainapp.trials.modes import NO_CHECK_NEEDED, Mode, has_all_values, needs_no_check
 from trainapp.trials.obstacles import Obstacle, Reason
+from trainapp.trials.parts import TaskFindings, compare_with_parts
 from trainapp.trials.precisions import FP64, first_working_result, note_globals, precisions_to_try
 from trainapp.trials.samples import Samples
 from trainapp.trials.setup import TrialSetup
@@ -67,7 +67,7 @@ class ModeOutcome(NamedTuple):
     """The outcomes of the checks of a mode on a rank."""
 
     loss: Outcome
-    padding: Outcome | None = None  # see `CutFindings`
+    padding: Outcome | None = None  # see `TaskFindings`
     divided_metrics: str = ""
 
 
@@ -135,7 +135,7 @@ def _check_mode(setup: TrialSetup, mode: Mode, draw_record: DrawRecord) -> ModeO
         return ModeOutcome(Outcome(_not_compared(samples)))
 
     # Without noise, in the most precise way that works.
-    compare = functools.partial(compare_cuts, mode=mode, draw_record=draw_record)
+    compare = functools.partial(compare_with_parts, mode=mode, draw_record=draw_record)
     try:
         result = first_working_result(precisions_to_try(setup, samples, mode.task), compare, mode.is_trained)
         note_globals(result, draw_record)
@@ -160,9 +160,9 @@ def _check_mode(setup: TrialSetup, mode: Mode, draw_record: DrawRecord) -> ModeO
     return outcome._replace(loss=_with_noise(loss, plain.loss, noisy.loss), padding=padding)
 
 
-def _compare_with_noise(setup: TrialSetup, samples: Samples, mode: Mode, draw_record: DrawRecord) -> CutFindings:
+def _compare_with_noise(setup: TrialSetup, samples: Samples, mode: Mode, draw_record: DrawRecord) -> TaskFindings:
     """Return the findings about copies in fp64 with noise on their parameters, which does not change what is summed."""
-    compare = functools.partial(compare_cuts, mode=mode, draw_record=draw_record, looks_for_divided_metrics=False)
+    compare = functools.partial(compare_with_parts, mode=mode, draw_record=draw_record, looks_for_divided_metrics=False)
     fp64_only = precisions_to_try(setup, samples, mode.task, noise=NOISE)[:1]
     return first_working_result(fp64_only, compare, mode.is_trained).value
 
@@ -177,7 +177,7 @@ def _outcome(finding: Finding, precision: str) -> Outcome:
             return Outcome("", refusal=message)
         case Obstacle():
             return Outcome(_not_compared(finding))
-        case DependsOnCut():
+        case DependsOnSplit():
             return Outcome(f"{finding}, in {precision}", dependence=finding.message)
         case _:
             return Outcome(f"{finding}, in {precision}")
@@ -191,7 +191,7 @@ def _with_noise(outcome: Outcome, plain: Finding, noisy: Finding) -> Outcome:
         plain: the finding without noise.
         noisy: the one with noise.
     """
-    if isinstance(plain, (Refused, DependsOnCut)):
+    if isinstance(plain, (Refused, DependsOnSplit)):
         return outcome
 
     # The same with noise: say so once, rather than repeat it.
@@ -203,7 +203,7 @@ def _with_noise(outcome: Outcome, plain: Finding, noisy: Finding) -> Outcome:
             return outcome._replace(refusal=message)
         case Obstacle():
             return outcome.followed_by(f"; with noise: {_not_compared(noisy)}")
-        case DependsOnCut():
+        case DependsOnSplit():
             outcome = outcome._replace(dependence=f"{noisy.message}. Seen with noise on the parameters")
     return outcome.followed_by(f"; with noise: {noisy}")
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainapp.trials.comparison import Comparison, CutValues, Defect, DefectKind, Difference
+from trainapp.trials.comparison import Comparison, Defect, DefectKind, Difference, SplitValues
 from trainapp.trials.modes import Mode
 from trainapp.trials.obstacles import Obstacle
 from trainapp.trials.samples import Samples
@@ -50,7 +50,7 @@ class IsNoMean:
 
 
 @dataclass(frozen=True)
-class DependsOnCut:
+class DependsOnSplit:
     """A difference that may be meant, so that it refuses no task. `str` continues "the loss"."""
 
     number: int  # of samples
@@ -74,7 +74,7 @@ class Refused:
     message: str  # to the user
 
 
-Finding = AddsUp | IsNoMean | DependsOnCut | Refused | Obstacle  # what a comparison says of a task
+Finding = AddsUp | IsNoMean | DependsOnSplit | Refused | Obstacle  # what a comparison says of a task
 
 
 def refusal(defect: Defect, comparison: Comparison, mode: Mode) -> str:
@@ -137,12 +137,12 @@ def _refusal_of_metric(name: str, kind: str, comparison: Comparison, setting: st
     )
 
 
-def refusal_of_padded_count(counts: CutValues, samples: Samples, mode: Mode) -> str:
+def refusal_of_padded_count(counts: SplitValues, samples: Samples, mode: Mode) -> str:
     """Return the message about a count that includes padding."""
     return (
-        f"{mode.task.setting}: the count includes padding: {_cut_numbers(counts, samples)}. The loss would be divided "
-        "by a number that depends on the micro-batch, and so on free memory: sum the losses of the real positions "
-        f"only, and return their number, such as `mask.sum()` or `(targets != -100).sum()`. {_IF_MEANT}"
+        f"{mode.task.setting}: the count includes padding: {_split_numbers(counts, samples)}. The loss would be "
+        "divided by a number that depends on the micro-batch, and so on free memory: sum the losses of the real "
+        f"positions only, and return their number, such as `mask.sum()` or `(targets != -100).sum()`. {_IF_MEANT}"
     )
 
 
@@ -151,10 +151,10 @@ def refusal_of_padded_count(counts: CutValues, samples: Samples, mode: Mode) -> 
 
 def warning_of_difference(difference: Difference, samples: Samples, mode: Mode) -> str:
     """Return the message about results that depend on which samples are collated together."""
-    cause = "the padding" if samples.cut.is_padded else "which samples are collated together"
+    cause = "the padding" if samples.as_trained.is_padded else "which samples are collated together"
     return (
         f"{mode.task.setting}: the {difference.name} depends on {cause}{_mode_text(mode)}: "
-        f"{_cut_numbers(difference.values, samples)}. So the result depends on the micro-batch, and that of an "
+        f"{_split_numbers(difference.values, samples)}. So the result depends on the micro-batch, and that of an "
         "evaluation on batch.eval_micro_size. Either it is a mean over positions times the number of samples, or "
         "padded positions are in the sum, or the model sees padding without a mask: sum and count the real positions "
         "only, and pass the model a mask. If the model sees padding by design, such as convolutions over it, compare "
@@ -162,8 +162,8 @@ def warning_of_difference(difference: Difference, samples: Samples, mode: Mode) 
     )
 
 
-def _cut_numbers(values: CutValues, samples: Samples) -> str:
-    verb = "padded" if samples.cut.is_padded else "collated"
+def _split_numbers(values: SplitValues, samples: Samples) -> str:
+    verb = "padded" if samples.as_trained.is_padded else "collated"
     whole_text = f"for {samples.number} samples {verb} together it is {values.whole:.9g}"
     return f"{whole_text}, and for their halves {values.first:.9g} and {values.second:.9g}"
 

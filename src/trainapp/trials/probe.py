@@ -1,7 +1,7 @@
 """Trial calls of a task: its results for a few samples, together and in halves, which `trials.loss_check` compares.
 
     probe = TaskProbe(ProbeInputs(task, model, samples, device, seed))
-    whole, first, second = probe("ab"), probe("a"), probe("b")
+    whole, first, second = probe(samples.whole), probe(samples.first_half), probe(samples.second_half)
 
 Every call has its own copy of the batch, and starts with the same state and the same seeds. None leaves a trace.
 """
@@ -29,7 +29,7 @@ from trainapp.state.snapshot import Snapshot
 from trainapp.state.stateful import Stateful, held_tensors
 from trainapp.torch_private import BatchNorm, strided_parts
 from trainapp.trials.operations import Observer, RandomRounding
-from trainapp.trials.samples import Samples
+from trainapp.trials.samples import Samples, TrialBatch
 
 Compute = Callable[..., tuple[Tensor, Any, Mapping[str, Any]]]  # of (task, model, batch on the device)
 
@@ -62,7 +62,7 @@ class ProbeInputs:
 
 
 class TaskProbe:
-    """Calls of a task with one of the samples' batches, by its name.
+    """Calls of a task with one of the samples' batches.
 
     Args:
         inputs: the task and what it is called with.
@@ -111,7 +111,7 @@ class TaskProbe:
     @torch.no_grad()
     def __call__(
         self,
-        batch_name: str,
+        batch: TrialBatch,
         training: bool = False,
         sample_draws: SampleDraws | None = None,
         dispatch_mode: Observer | RandomRounding | None = None,
@@ -119,12 +119,12 @@ class TaskProbe:
         """Return the task's results for a batch. Raises the task's errors.
 
         Args:
-            batch_name: of the samples' batches.
+            batch: one of the samples' batches.
             training: call in training mode, except for BatchNorm.
             sample_draws: around the whole call.
             dispatch_mode: around the operations of the task and of its metrics.
         """
-        batch = map_tensors(self._copy_to_device, self.samples.batches[batch_name])
+        batch_on_device = map_tensors(self._copy_to_device, batch.data)
         in_evaluation = self._batchnorms if training else self._roots
         draws_context = sample_draws or contextlib.nullcontext()
         operations_context = dispatch_mode or contextlib.nullcontext()
@@ -137,7 +137,7 @@ class TaskProbe:
                 states_before = self._generator_states()
                 with draws_context:
                     with recording, operations_context:
-                        loss, count, metrics = self._compute(batch)
+                        loss, count, metrics = self._compute(batch_on_device)
                     # The metrics are watched apart, as their rounding is not the loss's.
                     if isinstance(dispatch_mode, Observer):
                         dispatch_mode.writes = self.snapshot.changed()
@@ -204,8 +204,8 @@ def recorded_gradients(model_and_task: Collection[Any]) -> Iterator[None]:
 
 
 def lacks_gradients(error: RuntimeError) -> bool:
-    """Return whether torch should compute a gradient, or take a hook, of a tensor without a graph, as for a gradient
-    penalty: no class of errors tells it (2.13).
+    """Return whether the call failed because a tensor has no graph, as with a gradient penalty. Reads the message,
+    since torch has no error class for it (2.13).
     """
     text = str(error)
     return "does not require grad" in text or "doesn't require gradient" in text or "has requires_grad=False" in text

@@ -2,13 +2,15 @@
 
 A batch is compared with its halves, and with batches of the same values in another order. That does not show what
 depends on the padding: samples that are collated differently together than in halves, mostly because they are padded to
-the longest, are therefore looked for (`with_cut`), and compared with their halves as training makes them: collated
-apart, or cut by `split`. `FirstSamples` fetches them once for all trials.
+the longest, are therefore looked for (`with_batch_as_trained`), and compared with their halves as training makes them:
+collated apart, or by `split`. `FirstSamples` fetches them once for all trials.
 """
 
 import pickle
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,42 +32,55 @@ SEARCHED_SAMPLES = 16  # among which other lengths are looked for: each of them 
 # Stop the search at a half with so many times the elements of the first half: no sum of real lengths is then equal by
 # chance.
 SUFFICIENT_RATIO = 2.0
-UNEVEN = ("first", "rest")  # names of batches: a cut into unequal parts
 
 
-class Cut(NamedTuple):
+@dataclass(frozen=True, eq=False)  # each batch is equal to itself alone: tensors have no `==` that is true or false
+class TrialBatch:
+    """A batch to call a task with."""
+
+    data: Any  # what the task gets, on the CPU
+    positions: list[int]  # of its samples among all that are compared: what a sample draws depends on its position
+
+
+class HalvedBatch(NamedTuple):
+    """A batch and its halves."""
+
+    whole: TrialBatch
+    first_half: TrialBatch
+    second_half: TrialBatch
+
+
+class BatchAsTrained(NamedTuple):
     """A batch and its halves as training makes them, which may hold other values than the batch: padding."""
 
-    names: tuple[str, ...] = ()  # theirs in `Samples.batches`, the whole one first; empty if they are not compared
+    batches: HalvedBatch | None = None  # None if they are not compared
     obstacle: Obstacle | None = None  # why they are not compared; None for data whose batches torch stacks
     is_padded: bool = False  # whether the batch is known to differ from its halves by padding alone
 
 
+class Order(Enum):
+    """Batches made of the halves of another one, in another order."""
+
+    SWAPPED = auto()  # the second half, and then the first
+    FIRST_HALF_TWICE = auto()
+    SECOND_HALF_TWICE = auto()
+
+
 class Samples(NamedTuple):
-    """The batches to compare, on the CPU, by name.
+    """The batches to compare."""
 
-    `a` and `b` are halves of the samples, and `ab` is the two together. If `is_joined`, there are also `ba`, `aa` and
-    `bb`, or `b` is the first half again; and of four samples `first` and `rest`, a cut into unequal parts. The names of
-    `cut` come in addition: `c` for another second half, capital letters for halves made by `split`.
-    """
-
-    number: int  # of samples in `ab`
-    batches: dict[str, Any]
-    is_joined: bool  # whether `ab` is known to be its halves joined: padding and graphs may depend on the whole batch
-    cut: Cut = Cut()
+    number: int  # of samples in the whole batch
+    # All samples together, and in halves. If the halves have different lengths, the second may be the first one again:
+    # all three batches then hold the data of the first half, in the positions of all samples.
+    whole: TrialBatch
+    first_half: TrialBatch
+    second_half: TrialBatch
+    # Whether the whole batch is known to be its halves joined: padding and graphs may depend on the whole batch.
+    is_joined: bool
+    reordered: Mapping[Order, TrialBatch] = {}  # of halves that are joined; empty for a first half that is repeated
+    uneven: tuple[TrialBatch, TrialBatch] | None = None  # the first sample, and the others; None if not compared
+    as_trained: BatchAsTrained = BatchAsTrained()
     collate_draws: bool = False  # whether the data's `collate` has drawn random numbers
-
-    def positions(self, name: str) -> list[int]:
-        """Return the positions of a batch's samples: `a` and `A` have the first ones."""
-        if name == "first":
-            return [0]
-        if name == "rest":
-            return list(range(1, self.number))
-        half = self.number // 2
-        positions: list[int] = []
-        for letter in name:
-            positions.extend(range(half) if letter in "aA" else range(half, self.number))
-        return positions
 
 
 class FirstSamples:
@@ -116,7 +131,7 @@ class FirstSamples:
                 samples = first_samples(data, indices[:COMPARED_SAMPLES], self._seed)
                 if samples is None:
                     return Obstacle(Reason.ONE_SAMPLE)
-                return with_cut(samples, data, indices, self._seed, self._split)
+                return with_batch_as_trained(samples, data, indices, self._seed, self._split)
         except Exception as error:
             return Obstacle(Reason.NOT_FETCHED, summary_of(error))
 
@@ -161,38 +176,63 @@ def first_samples(data: Any, indices: Sequence[Any], seed: int) -> Samples | Non
     if number < 2:
         return None
     half = number // 2
-    first_half = list(indices[:half])
-    second_half = list(indices[half:number])
+    first_indices = list(indices[:half])
+    second_indices = list(indices[half:number])
+    positions = list(range(number))
     fetcher = WatchedFetcher(data, seed)
-    whole = fetcher[Request(0, first_half + second_half)]
-    a = fetcher[Request(0, first_half)]
-    b = fetcher[Request(0, second_half)]
+    whole = TrialBatch(fetcher[Request(0, first_indices + second_indices)], positions)
+    first_half = TrialBatch(fetcher[Request(0, first_indices)], positions[:half])
+    second_half = TrialBatch(fetcher[Request(0, second_indices)], positions[half:])
 
     # A batch that is its halves joined: other orders of the same samples, and unequal parts.
-    dims = batch_dims(whole, [a, b])
+    dims = batch_dims(whole.data, [first_half.data, second_half.data])
     if dims:
-        batches = {"ab": whole, "a": a, "b": b}
-        for name, parts in {"ba": (b, a), "aa": (a, a), "bb": (b, b)}.items():
-            batches[name] = join_parts(whole, parts, dims)
+        samples = Samples(number, whole, first_half, second_half, is_joined=True)
+        samples = samples._replace(reordered=_reordered(samples, dims))
         if number > 2:
-            first = fetcher[Request(0, first_half[:1])]
-            all_but_first = fetcher[Request(0, first_half[1:] + second_half)]
-            uneven = [first, all_but_first]
-            if batch_dims(whole, uneven):
-                batches.update(zip(UNEVEN, uneven, strict=True))
-        return Samples(number, batches, is_joined=True, collate_draws=fetcher.collate_draws)
+            first_sample = TrialBatch(fetcher[Request(0, first_indices[:1])], positions[:1])
+            other_samples = TrialBatch(fetcher[Request(0, first_indices[1:] + second_indices)], positions[1:])
+            if batch_dims(whole.data, [first_sample.data, other_samples.data]):
+                samples = samples._replace(uneven=(first_sample, other_samples))
+        return samples._replace(collate_draws=fetcher.collate_draws)
 
     # Two halves of different lengths: the first one twice may still be itself joined.
-    twice = fetcher[Request(0, first_half * 2)]
-    is_joined = bool(batch_dims(twice, [a, a]))
-    batches = {"ab": twice, "a": a, "b": a} if is_joined else {"ab": whole, "a": a, "b": b}
-    return Samples(number, batches, is_joined, collate_draws=fetcher.collate_draws)
+    first_half_twice = fetcher[Request(0, first_indices * 2)]
+    is_joined = bool(batch_dims(first_half_twice, [first_half.data, first_half.data]))
+    if is_joined:
+        whole = TrialBatch(first_half_twice, positions)
+        second_half = TrialBatch(first_half.data, positions[half:])
+    return Samples(number, whole, first_half, second_half, is_joined, collate_draws=fetcher.collate_draws)
+
+
+def _reordered(samples: Samples, dims: Sequence[int | None]) -> dict[Order, TrialBatch]:
+    """Return batches of the same samples in other orders.
+
+    Args:
+        samples: whose whole batch is its halves joined.
+        dims: in which they are joined, see `batch_dims`.
+    """
+    first_half = samples.first_half
+    second_half = samples.second_half
+    halves_by_order = {
+        Order.SWAPPED: (second_half, first_half),
+        Order.FIRST_HALF_TWICE: (first_half, first_half),
+        Order.SECOND_HALF_TWICE: (second_half, second_half),
+    }
+    batches = {}
+    for order, halves in halves_by_order.items():
+        data = join_parts(samples.whole.data, [half.data for half in halves], dims)
+        positions = [position for half in halves for position in half.positions]
+        batches[order] = TrialBatch(data, positions)
+    return batches
 
 
 # --- samples that are collated differently together than in halves
 
 
-def with_cut(samples: Samples, data: Any, indices: Sequence[Any], seed: int, split: Split | None) -> Samples:
+def with_batch_as_trained(
+    samples: Samples, data: Any, indices: Sequence[Any], seed: int, split: Split | None
+) -> Samples:
     """Return the samples with a batch that is not just its halves joined, if there is one; otherwise the reason.
 
     Args:
@@ -207,50 +247,64 @@ def with_cut(samples: Samples, data: Any, indices: Sequence[Any], seed: int, spl
     if fetcher.only_stacks:
         return samples
     try:
-        samples = _with_cut(samples, fetcher, list(indices), split)
+        as_trained = _batch_as_trained(samples, fetcher, list(indices), split)
     except Exception as error:  # training meets it, too, and tells where
-        samples = samples._replace(cut=Cut(obstacle=Obstacle(Reason.ERROR, summary_of(error))))
-    return samples._replace(collate_draws=fetcher.collate_draws)
+        as_trained = BatchAsTrained(obstacle=Obstacle(Reason.ERROR, summary_of(error)))
+    return samples._replace(as_trained=as_trained, collate_draws=fetcher.collate_draws)
 
 
-def _with_cut(samples: Samples, fetcher: WatchedFetcher, indices: list[Any], split: Split | None) -> Samples:
+def _batch_as_trained(
+    samples: Samples, fetcher: WatchedFetcher, indices: list[Any], split: Split | None
+) -> BatchAsTrained:
     half = samples.number // 2
-    batches = dict(samples.batches)
 
     # The whole batch: of the compared samples where it differs from its halves, or else with another second half.
-    names: tuple[str, ...]
+    whole_indices = indices[: samples.number]
+    whole = samples.whole
+    second_half = samples.second_half
     if samples.is_joined:
-        different_half = _differently_shaped_half(samples, fetcher, indices)
-        if not different_half:
+        different_indices = _differently_shaped_half(samples, fetcher, indices)
+        if not different_indices:
             obstacle = None
             if fetcher.collate is not None:
                 obstacle = Obstacle(Reason.ONE_SHAPE, str(len(indices)))
-            return samples._replace(cut=Cut(obstacle=obstacle))
-        whole_indices = indices[:half] + different_half
-        names = ("ac", "a", "c")
-        batches["ac"] = fetcher[Request(0, whole_indices)]
-        batches["c"] = fetcher[Request(0, different_half)]
-    else:
-        whole_indices = indices[: samples.number]
-        names = ("ab", "a", "b")
+            return BatchAsTrained(obstacle=obstacle)
+        whole_indices = indices[:half] + different_indices
+        whole = TrialBatch(fetcher[Request(0, whole_indices)], whole.positions)
+        second_half = TrialBatch(fetcher[Request(0, different_indices)], second_half.positions)
 
-    whole = batches[names[0]]
-    chance = _chance_in(fetcher, whole, whole_indices)
+    chance = _chance_in(fetcher, whole.data, whole_indices)
     if chance is not None:
-        return samples._replace(cut=Cut(obstacle=Obstacle(chance)))
+        return BatchAsTrained(obstacle=Obstacle(chance))
 
-    # Its halves, as training makes them.
+    # Its halves, as training makes them: by `split` where that does more than to separate samples, such as to cut off
+    # padding; otherwise collated apart.
+    batches = HalvedBatch(whole, samples.first_half, second_half)
     if split is not None:
-        batches["A"] = split(map_tensors(Tensor.clone, whole), 0, half)
-        batches["C"] = split(map_tensors(Tensor.clone, whole), half, 2 * half)
-        cuts_more_than_samples = not batch_dims(whole, [batches["A"], batches["C"]])  # such as padding
-        if cuts_more_than_samples:
-            names = (names[0], "A", "C")
-    halves = [batches[name] for name in names[1:]]
-    if batch_dims(whole, halves):
-        return samples._replace(cut=Cut(obstacle=Obstacle(Reason.ALWAYS_JOINED)))
-    cut = Cut(names, is_padded=is_padded(whole, halves))
-    return samples._replace(batches=batches, cut=cut)
+        split_batches = _split_in_halves(batches, split)
+        if not _is_joined(split_batches):
+            batches = split_batches
+    if _is_joined(batches):
+        return BatchAsTrained(obstacle=Obstacle(Reason.ALWAYS_JOINED))
+    parts = [batches.first_half.data, batches.second_half.data]
+    return BatchAsTrained(batches, is_padded=is_padded(whole.data, parts))
+
+
+def _split_in_halves(batches: HalvedBatch, split: Split) -> HalvedBatch:
+    """Return the batch with halves made by `split`, in the place of those collated apart."""
+    whole, first_half, second_half = batches
+    half = len(first_half.positions)
+    first_data = split(map_tensors(Tensor.clone, whole.data), 0, half)
+    second_data = split(map_tensors(Tensor.clone, whole.data), half, 2 * half)
+    return HalvedBatch(
+        whole, TrialBatch(first_data, first_half.positions), TrialBatch(second_data, second_half.positions)
+    )
+
+
+def _is_joined(batches: HalvedBatch) -> bool:
+    """Return whether the whole batch is its halves joined."""
+    whole, first_half, second_half = batches
+    return bool(batch_dims(whole.data, [first_half.data, second_half.data]))
 
 
 def _differently_shaped_half(samples: Samples, fetcher: Fetcher, indices: list[Any]) -> list[Any]:
@@ -258,16 +312,15 @@ def _differently_shaped_half(samples: Samples, fetcher: Fetcher, indices: list[A
     first with a sufficient ratio of elements, or the most different. Empty if all have the same shapes.
     """
     half = samples.number // 2
-    first_half = samples.batches["a"]
     most_different: list[Any] = []
-    if "ba" not in samples.batches:  # the two halves are known to differ, if not by their shapes
+    if not samples.reordered:  # the two halves are known to differ, if not by their shapes
         most_different = indices[half : 2 * half]
 
     # Half after half, as each is fetched and collated: one that differs enough ends the search.
     largest_ratio = 0.0
     for start in range(half, len(indices) - half + 1, half):
         candidate = indices[start : start + half]
-        ratio = _ratio_of_elements(first_half, fetcher[Request(0, candidate)])
+        ratio = _ratio_of_elements(samples.first_half.data, fetcher[Request(0, candidate)])
         if ratio > largest_ratio:
             most_different = candidate
             largest_ratio = ratio

@@ -1,6 +1,6 @@
 """Compares a task's results for a batch with those for its parts, in one mode and in one precision.
 
-A batch of four samples is cut in up to three ways (`trials.samples` makes the batches), each of which shows what the
+A batch of four samples is split in up to three ways (`trials.samples` makes the batches), each of which shows what the
 others may hide:
 
 1. in halves whose tensors, joined, are the batch: for sums, the results of the halves add up;
@@ -22,24 +22,23 @@ from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
 from trainapp.losses.losses import is_built_in
 from trainapp.trials import messages
-from trainapp.trials.comparison import MAX_FP64_EPSILON, Comparison, CutResults, Rounding
-from trainapp.trials.messages import AddsUp, DependsOnCut, Finding, IsNoMean, Refused
+from trainapp.trials.comparison import MAX_FP64_EPSILON, Comparison, Rounding, SplitResults
+from trainapp.trials.messages import AddsUp, DependsOnSplit, Finding, IsNoMean, Refused
 from trainapp.trials.modes import Mode
 from trainapp.trials.obstacles import Obstacle, Reason
 from trainapp.trials.operations import Observer, RandomRounding
 from trainapp.trials.probe import Sums, TaskProbe
-from trainapp.trials.samples import UNEVEN
+from trainapp.trials.samples import HalvedBatch, TrialBatch
 from trainapp.units import listed
 
 SHUFFLED = TopicKind.DRAWS.topic("randperm.generator_out")  # a permutation of the batch: it mixes samples
 # Computations with other rounding. Each decides by chance which of two equal numbers is the larger one, so that all of
 # them decide alike, and hide that an argmax may flip, once in 128 times.
 REPEATS = 8
-REORDERED = ("ba", "aa", "bb")  # batches of the same samples, which measure rounding
 REPRODUCIBLE = 1e-5  # the most by which two calls with equal numbers may differ, relative: atomic additions in fp32
 
 
-class CutFindings(NamedTuple):
+class TaskFindings(NamedTuple):
     """What the comparisons of a batch with its parts say of a task."""
 
     loss: Finding
@@ -48,9 +47,9 @@ class CutFindings(NamedTuple):
     divided_metrics: str = ""  # the warning about metrics of samples that are divided by a count of something else
 
 
-def compare_cuts(
+def compare_with_parts(
     probe: TaskProbe, mode: Mode, draw_record: DrawRecord, looks_for_divided_metrics: bool = True
-) -> CutFindings:
+) -> TaskFindings:
     """Compare a task's results for a batch with those for its parts. Raises errors of the task and the model.
 
     Args:
@@ -61,7 +60,8 @@ def compare_cuts(
     """
     # The whole batch and its halves: every comparison below needs these.
     call = ModeCalls(probe, mode, draw_record)
-    halves = CutResults(call("ab"), call("a"), call("b"))
+    samples = probe.samples
+    halves = SplitResults(call(samples.whole), call(samples.first_half), call(samples.second_half))
     if any(sums.drew_outside_torch for sums in halves):
         draw_record.depends["python"] = (
             "the forward draws from Python's or NumPy's generator: the numbers depend on the cut"
@@ -69,25 +69,25 @@ def compare_cuts(
 
     loss = _compare_halves(call, halves)
     if isinstance(loss, Refused):
-        return CutFindings(loss)
+        return TaskFindings(loss)
     divided_metrics = ""
     if looks_for_divided_metrics and not isinstance(loss, Obstacle):
         divided_metrics = _divided_metrics(call, halves)
 
     padding = _compare_as_trained(call, halves, loss)
-    if probe.samples.is_joined:
-        return CutFindings(loss, padding, divided_metrics)
+    if samples.is_joined:
+        return TaskFindings(loss, padding, divided_metrics)
 
     # Of a batch that is not its halves joined, the comparison as trained says more, if it could be made.
     if padding is not None and not isinstance(padding, Obstacle):
-        return CutFindings(padding, None, divided_metrics)
+        return TaskFindings(padding, None, divided_metrics)
     if not isinstance(loss, Obstacle):
-        loss = IsNoMean(probe.samples.number, padding or Obstacle(Reason.NEVER_JOINED))
-    return CutFindings(loss, None, divided_metrics)
+        loss = IsNoMean(samples.number, padding or Obstacle(Reason.NEVER_JOINED))
+    return TaskFindings(loss, None, divided_metrics)
 
 
 class ModeCalls:
-    """Calls of a task in one mode with a probe's batches, by their names, with draws as in training."""
+    """Calls of a task in one mode with a probe's batches, with draws as in training."""
 
     def __init__(self, probe: TaskProbe, mode: Mode, draw_record: DrawRecord):
         self.probe = probe
@@ -99,34 +99,33 @@ class ModeCalls:
             self._record.layouts[mode.work] = self._layouts
             self._draws_alike = any(layout.rows > 1 or layout.varies for layout in self._layouts.values())
 
-    def __call__(self, batch_name: str, dispatch_mode: Observer | RandomRounding | None = None) -> Sums:
-        positions = self.probe.samples.positions(batch_name)
-        sample_draws = SampleDraws((0,), positions, self._record, self.mode.work, alike=self._draws_alike)
-        return self.probe(batch_name, self.mode.training, sample_draws, dispatch_mode)
+    def __call__(self, batch: TrialBatch, dispatch_mode: Observer | RandomRounding | None = None) -> Sums:
+        sample_draws = SampleDraws((0,), batch.positions, self._record, self.mode.work, alike=self._draws_alike)
+        return self.probe(batch, self.mode.training, sample_draws, dispatch_mode)
 
     @property
     def knows_draws(self) -> bool:
         """Whether it is known which draws are whose. Ask after a call."""
         return self._layouts is not None and self._record.draws and self._record.depends.keys() <= {SHUFFLED, GLOBALS}
 
-    def with_other_rounding(self, batch_name: str) -> list[Sums]:
+    def with_other_rounding(self, batch: TrialBatch) -> list[Sums]:
         """Return the results for a batch, computed with other rounding."""
         device = self.probe.device
-        return [self(batch_name, RandomRounding(device, seed)) for seed in range(REPEATS)]
+        return [self(batch, RandomRounding(device, seed)) for seed in range(REPEATS)]
 
 
 # --- 1. in halves
 
 
-def _compare_halves(call: ModeCalls, halves: CutResults) -> Finding:
+def _compare_halves(call: ModeCalls, halves: SplitResults) -> Finding:
     """Compare a batch with its halves, and then with unequal parts.
 
     Args:
         call: calls the task.
-        halves: the results of `ab`, `a` and `b`.
+        halves: the results of the whole batch and its halves.
     """
     samples = call.probe.samples
-    has_chance = samples.cut.obstacle is not None
+    has_chance = samples.as_trained.obstacle is not None
     comparison = Comparison(samples.number, halves, samples.is_joined, has_chance)
 
     # Most tasks add up to the last bits of fp64. Then only unequal parts are left to try.
@@ -138,10 +137,10 @@ def _compare_halves(call: ModeCalls, halves: CutResults) -> Finding:
 
     # It does not add up: look whether that means anything, and how far rounding may explain it.
     observer = Observer()
-    repeated = call("ab", observer)
+    repeated = call(samples.whole, observer)
     reordered = {}
     if observer.epsilon > MAX_FP64_EPSILON:
-        reordered = {name: call(name) for name in REORDERED if name in samples.batches}
+        reordered = {order: call(batch) for order, batch in samples.reordered.items()}
     obstacle = _obstacle(call, [*halves, *reordered.values()], repeated, observer)
     if obstacle is not None:
         return obstacle
@@ -149,7 +148,7 @@ def _compare_halves(call: ModeCalls, halves: CutResults) -> Finding:
     rounding = Rounding(observer.epsilon_of_loss, observer.epsilon, reordered)
     comparison = replace(comparison, rounding=rounding)
     if comparison.failing_metrics():
-        rerounded = [sums.metrics for sums in call.with_other_rounding("ab")]
+        rerounded = [sums.metrics for sums in call.with_other_rounding(samples.whole)]
         comparison = replace(comparison, rounding=replace(rounding, rerounded_metrics=rerounded))
     return _refused_if_defective(comparison, call.mode) or _adds_up(comparison)
 
@@ -185,22 +184,22 @@ def _compare_unequal_parts(call: ModeCalls, whole: Sums) -> Refused | Obstacle |
     alike in both halves. Return None if these add up, too.
     """
     samples = call.probe.samples
-    if UNEVEN[0] not in samples.batches:
+    if samples.uneven is None:
         return None
 
     # Compare without tolerance for rounding, which costs no more calls: mostly that suffices.
     try:
-        first, all_but_first = (call(name) for name in UNEVEN)
+        first, all_but_first = map(call, samples.uneven)
     except Exception as error:  # a model may not run a single sample: training makes none then
         return Obstacle(Reason.ERROR, summary_of(error))
     if not (math.isfinite(first.loss) and math.isfinite(all_but_first.loss)):
         return Obstacle(Reason.NOT_FINITE_ALONE)
-    comparison = Comparison(samples.number, CutResults(whole, first, all_but_first), parts="the first and the others")
+    comparison = Comparison(samples.number, SplitResults(whole, first, all_but_first), parts="the first and the others")
     if comparison.difference() is None:
         return None
 
     # They differ: look whether that means anything, and how far rounding may explain it.
-    comparison, obstacle = _with_measured_rounding(call, "ab", comparison, [whole])
+    comparison, obstacle = _with_measured_rounding(call, samples.whole, comparison, [whole])
     if obstacle is not None or comparison.difference() is None:
         return obstacle
     return _refused_if_defective(comparison, call.mode)
@@ -209,67 +208,69 @@ def _compare_unequal_parts(call: ModeCalls, whole: Sums) -> Refused | Obstacle |
 # --- 3. as training makes micro-batches
 
 
-def _compare_as_trained(call: ModeCalls, halves: CutResults, loss: Finding) -> Finding | None:
+def _compare_as_trained(call: ModeCalls, halves: SplitResults, loss: Finding) -> Finding | None:
     """Compare a batch with its halves as training makes them, if they may differ from the batch; None if they do not.
 
     Args:
         call: calls the task.
-        halves: the results of `ab`, `a` and `b`.
+        halves: the results of the whole batch and its halves.
         loss: the finding about joined halves. If these cannot be judged, others cannot, either.
     """
     samples = call.probe.samples
-    if not samples.cut.names:
-        return samples.cut.obstacle
+    batches = samples.as_trained.batches
+    if batches is None:
+        return samples.as_trained.obstacle
     if samples.is_joined and isinstance(loss, Obstacle):
         return loss
     try:
-        return _compare_padding(call, halves)
+        return _compare_padding(call, halves, batches)
     except Exception as error:  # for the longest samples alone, such as their memory: training meets it
         return Obstacle(Reason.ERROR, summary_of(error))
 
 
-def _compare_padding(call: ModeCalls, halves: CutResults) -> Finding:
+def _compare_padding(call: ModeCalls, halves: SplitResults, batches: HalvedBatch) -> Finding:
     mode = call.mode
     samples = call.probe.samples
-    known_results = dict(zip(("ab", "a", "b"), halves, strict=True))
-    results = CutResults(*(known_results.get(name) or call(name) for name in samples.cut.names))
+    # Some of the batches are those of `halves`: do not call the task with these again.
+    sums_by_batch = {samples.whole: halves.whole, samples.first_half: halves.first, samples.second_half: halves.second}
+    results = SplitResults(*(sums_by_batch.get(batch) or call(batch) for batch in batches))
 
     comparison = Comparison(samples.number, results)
     difference = comparison.difference()
     if difference is not None:  # perhaps by rounding: measure it, which takes more calls
-        comparison, obstacle = _with_measured_rounding(call, samples.cut.names[0], comparison, results)
+        comparison, obstacle = _with_measured_rounding(call, batches.whole, comparison, results)
         if obstacle is not None:
             return obstacle
         difference = comparison.difference()
 
     if difference is None:
         return _adds_up(comparison, are_collated_apart=not samples.is_joined)
-    if difference.is_larger_count and samples.cut.is_padded:
+    if difference.is_larger_count and samples.as_trained.is_padded:
         return Refused(messages.refusal_of_padded_count(difference.values, samples, mode))
     message = messages.warning_of_difference(difference, samples, mode)
-    return DependsOnCut(samples.number, difference, message)
+    return DependsOnSplit(samples.number, difference, message)
 
 
 # --- what a difference may be due to
 
 
 def _with_measured_rounding(
-    call: ModeCalls, whole_name: str, comparison: Comparison, results: Iterable[Sums]
+    call: ModeCalls, whole: TrialBatch, comparison: Comparison, results: Iterable[Sums]
 ) -> tuple[Comparison, Obstacle | None]:
     """Return the comparison with the rounding of its whole batch; and why it says nothing about the task, if so.
 
     Args:
         call: calls the task.
-        whole_name: the name of the whole batch.
+        whole: the whole batch.
         comparison: of results that differ.
         results: those that must be finite.
     """
     observer = Observer()
-    repeated = call(whole_name, observer)
+    repeated = call(whole, observer)
     obstacle = _obstacle(call, results, repeated, observer)
     if obstacle is not None:
         return comparison, obstacle
-    rerounded = call.with_other_rounding(whole_name)
+    rerounded = call.with_other_rounding(whole)
     rounding = Rounding(
         epsilon_of_loss=observer.epsilon_of_loss,
         epsilon_of_metrics=observer.epsilon,
@@ -309,21 +310,22 @@ def _obstacle(call: ModeCalls, results: Iterable[Sums], repeated: Sums, observer
 # --- metrics that add up, but are divided by another count
 
 
-def _divided_metrics(call: ModeCalls, halves: CutResults) -> str:
+def _divided_metrics(call: ModeCalls, halves: SplitResults) -> str:
     """Return the warning about metrics that sum one value per sample, while the count is of something else, such as
     tokens; "" if there are none. They add up all the same, so that no comparison of sums shows it.
     """
     # Two batches, as the number of summands may be that of one batch's samples by chance.
     names = set(halves.whole.metrics)
-    for batch_name, sums in {"ab": halves.whole, "a": halves.first}.items():
-        number = len(call.probe.samples.positions(batch_name))
+    samples = call.probe.samples
+    for batch, sums in ((samples.whole, halves.whole), (samples.first_half, halves.first)):
+        number = len(batch.positions)
         count = sums.divisor
         may_count_tokens = count > number and count.is_integer()  # others are sums of weights
         if not names or not may_count_tokens or is_built_in(call.mode.task):
             return ""
         observer = Observer()
-        call(batch_name, observer)
+        call(batch, observer)
         names = {name for name in names if observer.summands_of_metrics.get(name) == number}
     if not names:
         return ""
-    return messages.warning_of_divided_metrics(sorted(names), halves.whole.divisor, call.probe.samples, call.mode)
+    return messages.warning_of_divided_metrics(sorted(names), halves.whole.divisor, samples, call.mode)
