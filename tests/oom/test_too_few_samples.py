@@ -11,7 +11,7 @@ from faults import Fault
 from harness import Record, Recorded
 
 from trainapp.errors import TrainingStopped
-from trainapp.sizes.micro_batches import ErrorKind
+from trainapp.sizes.failures import ErrorKind
 
 from .conftest import peak_of, prepared, tiny
 

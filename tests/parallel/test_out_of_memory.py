@@ -14,7 +14,7 @@ import runs
 import torch
 from faults import Fault
 
-from trainapp.sizes.micro_batches import ErrorKind
+from trainapp.sizes.failures import ErrorKind
 
 from .cell import TINY, Cell, needs_reset
 from .comparing import error, errors, together

@@ -10,7 +10,7 @@ from trainapp.config import resume_rules
 from trainapp.config.compose import from_command_line
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run.first_sizes import determines_memory, initial_sizes
-from trainapp.sizes.micro_batches import LargestRun, ShapeHistory
+from trainapp.sizes.micro_batches import LargestMicroBatch, ShapeHistory
 from trainapp.sizes.record import Sizes
 from trainapp.techniques import catalogue
 
@@ -222,10 +222,10 @@ def test_no_larger_size_is_tried_where_one_that_fails_costs_a_restart(begin, sou
     record = {source: {"micro": search, "eval_micro": search, "budget": BUDGET}}
     sizes = begin("oom.clean_steps=1", f"parallel.vote_on_oom={vote}", world=2, **record)
     for searched in (sizes.train, sizes.evaluation):
-        searched.history[64] = ShapeHistory(LargestRun(8))
+        searched.history[64] = ShapeHistory(LargestMicroBatch(8))
         assert searched.record_success(SingleRank()) == ({64: 20} if retries_in_place else {})
         assert searched.search_has_ended is not retries_in_place
-        searched.history[64] = ShapeHistory(LargestRun(8))
+        searched.history[64] = ShapeHistory(LargestMicroBatch(8))
         assert searched.may_change is retries_in_place  # otherwise the ranks would ask each other in every step
 
 

@@ -6,17 +6,10 @@ import torch
 
 from trainapp.data.batch import MicroBatch, map_tensors
 from trainapp.parallel.ranks import SingleRank
-from trainapp.sizes.micro_batches import (
-    OUT_OF_MEMORY,
-    AttemptFailure,
-    ErrorKind,
-    LargestRun,
-    MicroBatchSizes,
-    RankReport,
-    ShapeHistory,
-    SizeChange,
-)
+from trainapp.sizes.failures import OUT_OF_MEMORY, AttemptFailure, ErrorKind, SizeChange
+from trainapp.sizes.micro_batches import LargestMicroBatch, MicroBatchSizes, RankReport, ShapeHistory
 from trainapp.sizes.record import shape_suffix, sizes_text
+from trainapp.sizes.schedule import SizeSchedule
 from trainapp.sizes.search import FailedAllocation, PeakSample, SizeSearch
 
 
@@ -40,7 +33,7 @@ def fetched(batch: Any, samples: int) -> MicroBatch:
 def test_a_new_long_shape_begins_where_the_others_experience_puts_it():
     sizes = MicroBatchSizes(64)
     assert samples_of_each(sizes, batch_of(64, 128)) == [64]
-    assert sizes.record_failure(SingleRank()) == SizeChange(ran=64, new=32)
+    assert sizes.record_failure(SingleRank()) == SizeChange(old=64, new=32)
     # Four times the numbers per sample: a quarter of the samples.
     assert samples_of_each(sizes, batch_of(64, 512)) == [8] * 8
     # A shorter shape does not get more than the start size.
@@ -65,7 +58,7 @@ def test_only_the_bucket_at_work_fails():
     assert samples_of_each(sizes, batch_of(64, 1024)) == [64]
     sizes.record_success(SingleRank())
     samples_of_each(sizes, batch_of(64, 1024))
-    assert sizes.record_failure(SingleRank()) == SizeChange(ran=64, new=32)
+    assert sizes.record_failure(SingleRank()) == SizeChange(old=64, new=32)
     assert {bucket: search.size for bucket, search in sizes.searches.items()} == {16: 64, 1024: 32}
 
 
@@ -75,7 +68,7 @@ def test_the_largest_micro_batch_of_the_attempt_is_what_failed():
     sizes.record_success(SingleRank())
     assert samples_of_each(sizes, batch_of(20, 16)) == [20]
     assert samples_of_each(sizes, batch_of(10, 16)) == [10]
-    assert sizes.record_failure(SingleRank()) == SizeChange(ran=20, new=10)
+    assert sizes.record_failure(SingleRank()) == SizeChange(old=20, new=10)
     assert sizes.searches[16].smallest_failing == 20
 
 
@@ -92,25 +85,25 @@ class ThreeRanks(SingleRank):
 
 
 def test_ranks_agree_on_what_ran_and_on_who_failed():
-    first = RankReport({16: LargestRun(30)}, 16, OUT_OF_MEMORY)
-    third = RankReport({16: LargestRun(31), 1024: LargestRun(7)}, 1024, OUT_OF_MEMORY)
+    first = RankReport({16: LargestMicroBatch(30)}, 16, OUT_OF_MEMORY)
+    third = RankReport({16: LargestMicroBatch(31), 1024: LargestMicroBatch(7)}, 1024, OUT_OF_MEMORY)
     sizes = MicroBatchSizes(64)
-    sizes.history[16] = ShapeHistory(LargestRun(32))
-    assert sizes.record_failure(ThreeRanks(first, third), culprit=False) == SizeChange(ran=32, new=16)
+    sizes.history[16] = ShapeHistory(LargestMicroBatch(32))
+    assert sizes.record_failure(ThreeRanks(first, third), failed_here=False) == SizeChange(old=32, new=16)
     bounds = {bucket: (search.size, search.smallest_failing) for bucket, search in sizes.searches.items()}
     assert bounds == {16: (16, 32), 1024: (3, 7)}
 
 
 def test_ranks_decide_by_the_most_that_is_needed_and_the_least_headroom():
-    first = {16: LargestRun(32, 0, PeakSample(500, 900))}
-    third = {16: LargestRun(32, 0, PeakSample(400, 800)), 1024: LargestRun(7)}
+    first = {16: LargestMicroBatch(32, 0, PeakSample(500, 900))}
+    third = {16: LargestMicroBatch(32, 0, PeakSample(400, 800)), 1024: LargestMicroBatch(7)}
     sizes = MicroBatchSizes(64, clean_steps=1)
-    sizes.history[16] = ShapeHistory(LargestRun(64))
+    sizes.history[16] = ShapeHistory(LargestMicroBatch(64))
     sizes.begin(16, 0)
     sizes.record_failure(SingleRank())
-    sizes.history[16] = ShapeHistory(LargestRun(20))  # fewer samples than the others
+    sizes.history[16] = ShapeHistory(LargestMicroBatch(20))  # fewer samples than the others
     assert sizes.record_success(ThreeRanks(first, third)) == {16: 50}  # 32 * 800 / 500, less 2%
-    assert sizes.sizes_in_force == {16: 32, 1024: 7}  # a shape that only another rank has met, too
+    assert sizes.schedule.in_force == {16: 32, 1024: 7}  # a shape that only another rank has met, too
 
 
 def test_only_full_micro_batches_are_measured():
@@ -180,10 +173,10 @@ def test_what_the_model_cannot_run_is_not_split_off_again():
     sizes = MicroBatchSizes(2)
     assert samples_of_each(sizes, batch_of(7, 16)) == [2, 2, 2, 1]
     assert sizes.may_have_too_few
-    assert sizes.record_failure(SingleRank(), failure=TOO_FEW) == SizeChange(ran=2, new=2, fewest_samples=2)
+    assert sizes.record_failure(SingleRank(), failure=TOO_FEW) == SizeChange(old=2, new=2, fewest_samples=2)
     assert samples_of_each(sizes, batch_of(7, 16)) == [3, 2, 2]
     assert sizes.record_success(SingleRank()) == {}
-    assert sizes.sizes_in_force == {16: 2}
+    assert sizes.schedule.in_force == {16: 2}
     assert samples_of_each(sizes, batch_of(8, 16)) == [2, 2, 2, 2]
     assert samples_of_each(sizes, batch_of(7, 1024)) == [2, 2, 2, 1]  # another shape may allow it
     assert samples_of_each(sizes, batch_of(1, 16)) == [1]  # nothing to join it with
@@ -197,7 +190,7 @@ def test_what_the_model_cannot_run_ends_the_way_down():
         sizes.record_failure(SingleRank())
     assert samples_of_each(sizes, batch_of(8, 16))[0] == 1
     assert sizes.may_have_too_few
-    assert sizes.record_failure(SingleRank(), failure=TOO_FEW) == SizeChange(ran=1, new=2, fewest_samples=2)
+    assert sizes.record_failure(SingleRank(), failure=TOO_FEW) == SizeChange(old=1, new=2, fewest_samples=2)
     assert samples_of_each(sizes, batch_of(8, 16)) == [2, 2, 2, 2]
     assert sizes.record_failure(SingleRank()) is None  # for want of memory
 
@@ -215,19 +208,23 @@ def test_an_error_with_a_number_of_samples_that_has_run_is_not_for_too_few():
 
 
 def test_ranks_agree_on_what_is_too_few():
-    first = RankReport({16: LargestRun(4)}, 0, None)
-    third = RankReport({16: LargestRun(4)}, 16, AttemptFailure(ErrorKind.TOO_FEW_SAMPLES, samples=2))
+    first = RankReport({16: LargestMicroBatch(4)}, 0, None)
+    third = RankReport({16: LargestMicroBatch(4)}, 16, AttemptFailure(ErrorKind.TOO_FEW_SAMPLES, samples=2))
     sizes = MicroBatchSizes(4)
-    sizes.history[16] = ShapeHistory(LargestRun(4))
-    assert sizes.record_failure(ThreeRanks(first, third), culprit=False) == SizeChange(ran=4, new=4, fewest_samples=3)
+    sizes.history[16] = ShapeHistory(LargestMicroBatch(4))
+    assert sizes.record_failure(ThreeRanks(first, third), failed_here=False) == SizeChange(
+        old=4, new=4, fewest_samples=3
+    )
     assert (sizes.searches[16].smallest, sizes.searches[16].size, sizes.fewest_samples) == (3, 4, 3)
 
 
 def test_what_is_fixed_on_one_rank_ends_it_on_all():
     fixed = AttemptFailure(allocation=FailedAllocation("data", 0, 0, 100, 950, 1000, is_size_independent=True))
     sizes = MicroBatchSizes(64)
-    sizes.history[16] = ShapeHistory(LargestRun(64))
-    assert sizes.record_failure(ThreeRanks(RankReport({}, 0, None), RankReport({}, 16, fixed)), culprit=False) is None
+    sizes.history[16] = ShapeHistory(LargestMicroBatch(64))
+    assert (
+        sizes.record_failure(ThreeRanks(RankReport({}, 0, None), RankReport({}, 16, fixed)), failed_here=False) is None
+    )
     assert sizes.searches == {}
 
 
@@ -274,9 +271,9 @@ def test_a_larger_size_that_one_rank_refuses_is_left_by_all():
     sizes.searches[16] = SizeSearch(21, largest_validated=16, smallest_failing=32, search_has_ended=False)
     sizes.begin(16, 0)
     assert sizes.tries_larger_size
-    first = RankReport({16: LargestRun(21)}, 0, None)
-    third = RankReport({16: LargestRun(21)}, 16, AttemptFailure(ErrorKind.SIZE_REJECTED))
-    assert sizes.record_failure(ThreeRanks(first, third), culprit=False) == SizeChange(ran=21, new=16)
+    first = RankReport({16: LargestMicroBatch(21)}, 0, None)
+    third = RankReport({16: LargestMicroBatch(21)}, 16, AttemptFailure(ErrorKind.SIZE_REJECTED))
+    assert sizes.record_failure(ThreeRanks(first, third), failed_here=False) == SizeChange(old=21, new=16)
     search = sizes.searches[16]
     assert (search.size, search.smallest_failing, search.search_has_ended) == (16, 32, True)
     assert not sizes.tries_larger_size
@@ -284,7 +281,7 @@ def test_a_larger_size_that_one_rank_refuses_is_left_by_all():
 
 def test_the_schedule_of_an_update_that_is_not_in_each_step_is_followed():
     """On the old code an entry was skipped unless the update was in its very step."""
-    sizes = MicroBatchSizes(64, schedule={1: 32, 4: 16, 5: 8, 20: 4})
+    sizes = MicroBatchSizes(64, schedule=SizeSchedule({1: 32, 4: 16, 5: 8, 20: 4}))
     sizes.apply_schedule(1)
     assert samples_of_each(sizes, batch_of(64, 16)) == [32, 32]
     sizes.apply_schedule(6)
@@ -292,4 +289,4 @@ def test_the_schedule_of_an_update_that_is_not_in_each_step_is_followed():
     sizes.set_sizes(2)  # as after an out-of-memory error
     sizes.apply_schedule(11)
     assert samples_of_each(sizes, batch_of(4, 16)) == [2, 2]
-    assert sizes.schedule == {20: 4}
+    assert sizes.schedule.coming == {20: 4}

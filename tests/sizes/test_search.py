@@ -19,7 +19,7 @@ def searched(first, needed, limit, resident=0, is_measured=True, clean_steps=3) 
                 return search
         else:
             measured = PeakSample(needed(search.size), headroom) if is_measured else None
-            search.fitted(search.size, measured)
+            search.record_success(search.size, measured)
             if search.is_validated and search.search_has_ended:
                 return search
     raise AssertionError("the search did not end")
@@ -69,7 +69,7 @@ def test_half_after_an_error_a_quarter_after_two_in_a_row():
     assert sizes == [512, 128, 32, 8, 2, 1]
     search = SizeSearch(64)
     search.record_failure(64)
-    search.fitted(32)
+    search.record_success(32)
     search.record_failure(32)
     assert search.size == 16
     search = SizeSearch(1024, grow=False)  # an excluded size stays excluded
@@ -79,41 +79,41 @@ def test_half_after_an_error_a_quarter_after_two_in_a_row():
 def test_the_line_less_two_percent_is_tried_once_a_size_is_validated():
     search = SizeSearch(128)
     search.record_failure(128)
-    assert [search.fitted(64, PeakSample(500, 800)) for _ in range(3)] == [None, None, 100]  # 102.4, less 2%
+    assert [search.record_success(64, PeakSample(500, 800)) for _ in range(3)] == [None, None, 100]  # 102.4, less 2%
     # The line through both sizes: the first one's was too low.
-    assert [search.fitted(100, PeakSample(700, 800)) for _ in range(3)] == [None, None, 115]
-    assert [search.fitted(115, PeakSample(780, 800)) for _ in range(3)] == [None, None, None]
+    assert [search.record_success(100, PeakSample(700, 800)) for _ in range(3)] == [None, None, 115]
+    assert [search.record_success(115, PeakSample(780, 800)) for _ in range(3)] == [None, None, None]
     assert search.search_has_ended
 
 
 def test_the_highest_peak_of_the_steps_that_prove_a_size_counts():
     search = SizeSearch(128)
     search.record_failure(128)
-    search.fitted(64, PeakSample(790, 800))
-    search.fitted(64, PeakSample(400, 800))
-    assert search.fitted(64, PeakSample(400, 800)) == 68  # 5% more, not 125
+    search.record_success(64, PeakSample(790, 800))
+    search.record_success(64, PeakSample(400, 800))
+    assert search.record_success(64, PeakSample(400, 800)) == 68  # 5% more, not 125
 
 
 def test_a_failure_disproves_the_line():
     search = SizeSearch(128, clean_steps=1)
     search.record_failure(128)
-    assert search.fitted(64, PeakSample(500, 900)) == 112
+    assert search.record_success(64, PeakSample(500, 900)) == 112
     search.record_failure(112)
-    assert search.fitted(64, PeakSample(500, 900)) == 88  # the middle, since the line says that 112 fits
+    assert search.record_success(64, PeakSample(500, 900)) == 88  # the middle, since the line says that 112 fits
 
 
 def test_fits_once_is_not_fits_again():
     """Validated, but then it smallest_failing: the search goes down and does not return to that size."""
     search = SizeSearch(64)
     for _ in range(3):
-        search.fitted(64)
+        search.record_success(64)
     assert (search.largest_validated, search.is_validated) == (64, True)
     assert search.record_failure(search.size)
     assert (search.size, search.largest_validated, search.smallest_failing) == (32, 0, 64)
     sizes = set()
     for _ in range(40):
         sizes.add(search.size)
-        search.fitted(search.size)
+        search.record_success(search.size)
     assert max(sizes) < 64
     assert search.search_has_ended
 
@@ -121,11 +121,11 @@ def test_fits_once_is_not_fits_again():
 def test_a_failed_try_goes_back_to_what_works():
     search = SizeSearch(128)
     search.record_failure(128)
-    tried = [search.fitted(64) for _ in range(3)][-1]
+    tried = [search.record_success(64) for _ in range(3)][-1]
     assert 64 < tried < 128
     search.record_failure(tried)
     assert (search.size, search.smallest_failing) == (64, tried)
-    assert search.fitted(64) is not None  # it was validated before: one clean step is enough
+    assert search.record_success(64) is not None  # it was validated before: one clean step is enough
 
 
 def test_the_smallest_cannot_fail():
@@ -137,7 +137,7 @@ def test_the_smallest_cannot_fail():
 def test_ragged_steps_prove_nothing():
     search = SizeSearch(64)
     for _ in range(10):
-        search.fitted(29)  # the epoch's last step
+        search.record_success(29)  # the epoch's last step
     assert not search.is_validated
 
 
@@ -148,7 +148,7 @@ def test_what_failed_with_few_samples_is_not_tried_with_them_again():
     assert (search.size, search.smallest_failing) == (512, 1024)
     search = SizeSearch(64)
     for _ in range(3):
-        search.fitted(64)
+        search.record_success(64)
     assert search.record_failure(29)  # a success with more samples no longer counts, or the same few would run again
     assert (search.size, search.largest_validated, search.smallest_failing) == (14, 0, 29)
 
@@ -204,7 +204,7 @@ def test_a_size_that_is_never_full_is_validated_all_the_same():
     """67 samples in 32 leave 3; with at least 4 in each, 31 is the largest that is run."""
     search = SizeSearch(32, smallest=4)
     for _ in range(3):
-        search.fitted(31)
+        search.record_success(31)
     assert search.is_validated
     assert not SizeSearch(32, smallest=4).is_full_size(28)
     assert not SizeSearch(64, smallest=64).is_full_size(30)  # a batch that stays whole
@@ -258,7 +258,7 @@ def test_after_the_smallest_has_fitted_the_search_goes_on():
     search = SizeSearch(64, clean_steps=1)
     search.record_failure(64, failure(64, 700))
     search.record_failure(32, failure(32, 700))
-    assert search.fitted(1, PeakSample(10, 100)) == 9
+    assert search.record_success(1, PeakSample(10, 100)) == 9
     assert not search.must_try_smallest
     search.record_failure(9, failure(9, 700))
     assert search.size == 1
@@ -268,7 +268,7 @@ def test_it_does_not_give_up_what_has_fitted():
     search = SizeSearch(64)
     search.record_failure(64, failure(64, 700))
     for _ in range(3):
-        search.fitted(32)
+        search.record_success(32)
     assert search.record_failure(48, failure(48, 700))
     assert search.size == 32
 

@@ -9,7 +9,7 @@ from trainapp.errors import add_note
 from trainapp.losses.losses import CheckedTask
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.models.inspect import batchnorms
-from trainapp.sizes.micro_batches import ErrorKind
+from trainapp.sizes.failures import ErrorKind
 from trainapp.training.memory_watch import refused_in_attempt
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
@@ -75,7 +75,7 @@ def _advise_on_evaluation(session: Session, error: Exception) -> None:
             "or pad them in the data's `collate`"
         )
     else:
-        is_trained_number = samples in session.sizes.train.sizes_in_force.values()
+        is_trained_number = samples in session.sizes.train.schedule.in_force.values()
         if is_trained_number or not _passed_through(error, (nn.Module, CheckedTask)):
             return
         advice = (

@@ -3,7 +3,7 @@
 from trainapp.losses import losses
 from trainapp.memory.live_tensors import Category
 from trainapp.oom.report import UPDATE_PHASES, Failure, sizes_of_phase
-from trainapp.sizes.micro_batches import ErrorKind
+from trainapp.sizes.failures import ErrorKind
 from trainapp.techniques.catalogue import Situation, Technique, available
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session

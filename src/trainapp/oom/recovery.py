@@ -21,7 +21,7 @@ from trainapp.oom.decision import Decision, RecoveryKind
 from trainapp.oom.messages import final_message, one_line
 from trainapp.oom.report import Failure, sizes_of_phase, write
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
-from trainapp.sizes.micro_batches import AttemptFailure, ErrorKind, SizeChange
+from trainapp.sizes.failures import AttemptFailure, ErrorKind, SizeChange
 from trainapp.torch_private import release_failed_backward
 from trainapp.training.attempt import rollback
 from trainapp.training.session import Session
@@ -150,7 +150,7 @@ def _attempt_failure(failure: Failure) -> AttemptFailure:
 
 
 def _note_change(failure: Failure, change: SizeChange) -> None:
-    failure.recovery.old_size = change.ran
+    failure.recovery.old_size = change.old
     failure.recovery.new_size = change.new
     failure.recovery.fewest_samples = change.fewest_samples
 

@@ -13,7 +13,8 @@ from trainapp.memory.live_tensors import Category
 from trainapp.memory.static import optimizer_tensors, size_of
 from trainapp.parallel.ranks import PeerOutOfMemory
 from trainapp.parallel.strategy import TaskModule
-from trainapp.sizes.micro_batches import ErrorKind, MicroBatchSizes
+from trainapp.sizes.failures import ErrorKind
+from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.sizes.search import FailedAllocation
 from trainapp.training.memory_watch import SwallowedOutOfMemory
 from trainapp.training.phase import Phase

@@ -133,7 +133,7 @@ def largest_size(peak: Callable[[int], int], room: int, top: int, smallest: int)
             search.size = search.smallest = 2  # some models do not accept single samples
             continue
         if peak_bytes <= room:
-            next_size = search.fitted(search.size, PeakSample(peak_bytes, room))
+            next_size = search.record_success(search.size, PeakSample(peak_bytes, room))
             if next_size is None:  # no larger one can fit
                 return search.size
         else:

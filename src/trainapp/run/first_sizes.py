@@ -13,8 +13,9 @@ from trainapp.losses.losses import needs_whole_batch
 from trainapp.models.inspect import per_sample_buffers, smallest_micro_batch
 from trainapp.run.resume import BUILT_FROM
 from trainapp.sizes.autotuner import Autotuner
-from trainapp.sizes.micro_batches import MicroBatchSizes, ScheduledSizes
+from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.sizes.record import EVALUATION, Sizes, configured_size, key_of
+from trainapp.sizes.schedule import ScheduledSizes
 from trainapp.techniques import catalogue
 from trainapp.training.session import Session
 from trainapp.units import bytes_text, listed
@@ -97,8 +98,8 @@ def initial_sizes(
     saved_for_training = saved if configured is None else {}
     for name in [update.name for update in config.updates] or [""]:
         sizes = new_sizes(configured or share, smallest_micro_batch(session.state.model))
-        sizes.sizes_by_batch = dict(saved.get("used", {}).get(name, {}))
-        sizes.schedule = _from_batch(batch.schedules.get(name, {}), batch_number, share)
+        sizes.schedule.recorded = dict(saved.get("used", {}).get(name, {}))
+        sizes.schedule.coming = _from_batch(batch.schedules.get(name, {}), batch_number, share)
         begins_anew |= _begin(sizes, key_of(name), batch_number, restart, saved_for_training, changed)
         by_update[name] = sizes
 
@@ -180,8 +181,8 @@ def _begin(
     buckets = saved[key]["buckets"] if key in saved else {}
     if key in restart:
         sizes.load_state_dict(restart[key], is_lower=True)
-        sizes.schedule.pop(batch_number, None)
-    elif sizes.schedule:
+        sizes.schedule.coming.pop(batch_number, None)
+    elif sizes.schedule.coming:
         sizes.apply_schedule(batch_number)
     elif buckets and not changed:
         sizes.load_state_dict(saved[key])

@@ -34,7 +34,7 @@ from trainapp.run.result import (
     write_failure,
 )
 from trainapp.signals import AtWork, Interrupted, StopRequest, deadline_of
-from trainapp.sizes.micro_batches import ErrorKind
+from trainapp.sizes.failures import ErrorKind
 from trainapp.training import callback_calls, loop, reporting, stopping
 from trainapp.training.dependence import warn_of_trials
 from trainapp.training.evaluation.evaluate import evaluate

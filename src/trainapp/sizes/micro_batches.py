@@ -3,43 +3,43 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, NamedTuple
 
-from trainapp.data.batch import MicroBatch, bucket_of, elements_in, size_for, split_indices, split_micro_batch
+from trainapp.data.batch import MicroBatch, bucket_of, elements_in, size_for, split_micro_batch
 from trainapp.parallel.ranks import Ranks
-from trainapp.sizes.search import FailedAllocation, PeakSample, SizeSearch
+from trainapp.sizes.failures import OUT_OF_MEMORY, AttemptFailure, SizeChange, change_size
+from trainapp.sizes.schedule import ScheduledSizes, SizeSchedule
+from trainapp.sizes.search import PeakSample, SizeSearch
+from trainapp.sizes.splitter import Splitter
 
-ScheduledSizes = int | dict[int, int]  # one size for all shapes, or a size per bucket
 
-
-class LargestRun(NamedTuple):
+class LargestMicroBatch(NamedTuple):
     """The largest micro-batch of a shape, in samples and in elements; the peak of full-size micro-batches."""
 
     samples: int = 0
     elements: int = 0
     peak: PeakSample | None = None
 
-    def merged(self, other: "LargestRun") -> "LargestRun":
+    def merged(self, other: "LargestMicroBatch") -> "LargestMicroBatch":
         """Return the larger of each."""
         # Nearly always the same, in every step: no new tuple.
-        if self is NOTHING_RAN or self == other:
+        if self is NOTHING_YET or self == other:
             return other
         peak = other.peak
         if self.peak:
             peak = self.peak.worst(other.peak)
-        return LargestRun(max(self.samples, other.samples), max(self.elements, other.elements), peak)
+        return LargestMicroBatch(max(self.samples, other.samples), max(self.elements, other.elements), peak)
 
 
-NOTHING_RAN = LargestRun()
+NOTHING_YET = LargestMicroBatch()
 
 
 @dataclass
 class ShapeHistory:
     """What this rank has run of one shape."""
 
-    attempt: LargestRun = NOTHING_RAN  # in the current attempt
-    clean: LargestRun = NOTHING_RAN  # in clean steps, since the ranks last exchanged it
+    attempt: LargestMicroBatch = NOTHING_YET  # in the current attempt
+    clean: LargestMicroBatch = NOTHING_YET  # in clean steps, since the ranks last exchanged it
     most_elements: int = 0  # of a micro-batch in all clean steps
     fewest_samples: int = 0  # of a micro-batch in all clean steps; 0 before the first
     fewest_samples_in_attempt: int = 0
@@ -55,46 +55,19 @@ class ShapeHistory:
 
         # For the next exchange.
         self.clean = self.clean.merged(self.attempt)
-        self.attempt = NOTHING_RAN
+        self.attempt = NOTHING_YET
 
     def forget_attempt(self) -> None:
         """Forget the current attempt, and what was not exchanged yet."""
-        self.attempt = NOTHING_RAN
-        self.clean = NOTHING_RAN
+        self.attempt = NOTHING_YET
+        self.clean = NOTHING_YET
         self.fewest_samples_in_attempt = 0
-
-
-class ErrorKind(Enum):
-    """An error that another micro-batch size may avoid."""
-
-    OUT_OF_MEMORY = "memory ran out"
-    TOO_FEW_SAMPLES = "the model cannot run so few samples"
-    SIZE_REJECTED = "the model fails with a size that is larger than the validated one"
-
-
-class AttemptFailure(NamedTuple):
-    """Why a rank left the current attempt."""
-
-    kind: ErrorKind = ErrorKind.OUT_OF_MEMORY
-    samples: int = 0  # of the micro-batch that failed
-    allocation: FailedAllocation | None = None  # if memory ran out and the allocation is known
-
-
-OUT_OF_MEMORY = AttemptFailure()
-
-
-class SizeChange(NamedTuple):
-    """The answer to a failed attempt, in samples."""
-
-    ran: int  # the largest micro-batch of the attempt; the size by which data was fetched, if nothing ran
-    new: int  # the size to run next
-    fewest_samples: int = 0  # of every micro-batch from now on, if the attempt failed for too few; otherwise 0
 
 
 class RankReport(NamedTuple):
     """What a rank tells the others about a failed attempt."""
 
-    ran: dict[int, LargestRun]  # by bucket
+    largest: dict[int, LargestMicroBatch]  # by bucket
     failed_bucket: int  # 0 if it did not fail here, or before any shape was known
     failure: AttemptFailure | None  # None if it did not fail here
 
@@ -112,10 +85,26 @@ NO_MICRO_BATCH = CurrentMicroBatch()
 
 @dataclass
 class MicroBatchSizes:
-    """One search per shape of data, so that a long batch does not shrink all the others. start: the first shape's size.
+    """The micro-batch size for each shape of data. Each shape has a search of its own, so that a long batch does not
+    shrink all the others.
 
-    ranks (in methods): the ranks running the same micro-batches together. Their searches are equal, because only
+    `ranks` (in methods): the ranks running the same micro-batches together. Their searches are equal, because only
     exchanged values change a search.
+
+    Five predicates say how far the sizes have come. `is_unvalidated` and `search_has_ended` follow from what ranks have
+    exchanged, so they are equal on all; the others are about this rank.
+
+    | predicate | what it says | who asks |
+    |---|---|---|
+    | `is_validated` | this shape's size has had its clean steps | the other predicates, `split` |
+    | `is_unvalidated` | a shape that some rank last ran has not | what guards a step: watch, votes, autotuner |
+    | `needs_watching` | the current micro-batch has not, or has more elements than before | its watch |
+    | `may_change` | a shape that this rank ran lately has not, or is still searched | the flags exchanged in a step |
+    | `search_has_ended` | no shape is searched any longer | the note that says so, the autotuner |
+
+    Args:
+        start: the size of the first shape; no later one begins with more.
+        clean_steps, grow, smallest: see `SizeSearch`.
     """
 
     start: int
@@ -123,15 +112,12 @@ class MicroBatchSizes:
     grow: bool = True
     smallest: int = 1
     searches: dict[int, SizeSearch] = field(default_factory=dict)  # by bucket
-    # By bucket, on this rank alone.
+    # What this rank has run, by bucket.
     history: defaultdict[int, ShapeHistory] = field(default_factory=lambda: defaultdict(ShapeHistory))
     current: CurrentMicroBatch = NO_MICRO_BATCH
-    is_unvalidated: bool = True  # whether any rank last ran an unvalidated size
-    # By bucket, the sizes of the last step's micro-batches, equal on all ranks: a schedule of them replays the step.
-    sizes_in_force: dict[int, int] = field(default_factory=dict)
-    sizes_by_batch: dict[int, dict[int, int]] = field(default_factory=dict)  # the same, where it changed
-    # `batch.micro_schedule`: sizes by the attempt from which they apply. A skipped step is also an attempt.
-    schedule: dict[int, ScheduledSizes] = field(default_factory=dict)
+    # Whether any rank last ran an unvalidated size. After a failure or new sizes it is true until the next exchange.
+    is_unvalidated: bool = True
+    schedule: SizeSchedule = field(default_factory=SizeSchedule)
 
     @property
     def size(self) -> int:
@@ -148,8 +134,8 @@ class MicroBatchSizes:
     @property
     def can_shrink(self) -> bool:
         """Whether the current micro-batch may be split further."""
-        ran = self.history[self.current.bucket].attempt.samples or self.size
-        return ran > self.stored_or_new_search(self.current.bucket).smallest
+        largest = self.history[self.current.bucket].attempt.samples or self.size
+        return largest > self.stored_or_new_search(self.current.bucket).smallest
 
     @property
     def fewest_samples(self) -> int:
@@ -168,8 +154,8 @@ class MicroBatchSizes:
         if has_run_with_so_few:
             return False
 
-        largest_run = max(history.attempt.samples, history.fewest_samples, search.largest_validated)
-        largest_tried = max(largest_run, search.smallest_failing or 0)
+        largest_fitting = max(history.attempt.samples, history.fewest_samples, search.largest_validated)
+        largest_tried = max(largest_fitting, search.smallest_failing or 0)
         return search.smallest <= self.current.samples < largest_tried
 
     @property
@@ -228,11 +214,12 @@ class MicroBatchSizes:
         return self.searches.setdefault(bucket, self.stored_or_new_search(bucket))
 
     def apply_schedule(self, batch_number: int) -> None:
-        """Apply the schedule's newest entry up to this attempt, once: an update may not be in the step of the entry."""
-        due = sorted(entry for entry in self.schedule if entry <= batch_number)
-        entries = [self.schedule.pop(entry) for entry in due]
-        if entries:
-            self.set_sizes(entries[-1])
+        """Apply the schedule's newest entry up to this attempt, once."""
+        if not self.schedule.coming:
+            return
+        sizes = self.schedule.take_due(batch_number)
+        if sizes is not None:
+            self.set_sizes(sizes)
 
     def set_sizes(self, sizes: ScheduledSizes) -> None:
         """Set one size for all shapes, or a size per bucket, from a schedule.
@@ -254,14 +241,6 @@ class MicroBatchSizes:
         self.start = min(self.start, size)
         self.searches = {}
 
-    def record(self, batch_number: int) -> bool:
-        """Record the sizes of a finished attempt, once the ranks have exchanged them. Return whether they changed."""
-        last_recorded = next(reversed(self.sizes_by_batch.values()), None)
-        if last_recorded == self.sizes_in_force:
-            return False
-        self.sizes_by_batch[batch_number] = self.sizes_in_force
-        return True
-
     def begin(self, bucket: int, samples: int) -> None:
         """Note the micro-batch that runs next."""
         self.current = CurrentMicroBatch(bucket, samples)
@@ -275,22 +254,9 @@ class MicroBatchSizes:
         samples = micro.samples
         elements = elements_in(micro.data)
         bucket = bucket_of(samples, elements)
-        self.begin(bucket, samples)
+        self.begin(bucket, samples)  # an error in the exchange between ranks is one of this shape
         micro = MicroBatch(*micro[:-1], bucket)  # a quarter of the time of `_replace`
-
-        # The samples of each micro-batch: usually all of them in one, on every rank.
-        search = self.stored_or_new_search(bucket)
-        size = size_for(samples, search.size, search.smallest)
-        parts: list[Sequence[int]]
-        if samples > size:
-            parts = split_indices(range(samples), size)
-        else:
-            parts = [range(samples)]
-        if ranks.world_size > 1:
-            if self._all_alike():
-                parts = [range(samples)]
-            else:
-                parts = self._as_many_on_all_ranks(parts, samples, size, ranks)
+        parts = self._parts(bucket, samples, ranks)
 
         # Note what will run: the first is the largest; one without samples only keeps step with other ranks.
         largest = len(parts[0])
@@ -298,12 +264,27 @@ class MicroBatchSizes:
         if len(parts) > 1:
             smallest = min(len(part) for part in parts if part)
         history = self.history[bucket]
-        history.attempt = history.attempt.merged(LargestRun(largest, elements * largest // samples))
+        history.attempt = history.attempt.merged(LargestMicroBatch(largest, elements * largest // samples))
         history.fewest_samples_in_attempt = min(history.fewest_samples_in_attempt or smallest, smallest)
+
+        # Only training notes each micro-batch as it begins. Of other work, such as an evaluation or the embeddings of
+        # cached gradients, the smallest is noted: an error may come from too few samples.
         self.begin(bucket, smallest)
         if len(parts) == 1:
             return [micro]
-        return split_micro_batch(micro, parts, search.smallest)
+        return split_micro_batch(micro, parts, self.stored_or_new_search(bucket).smallest)
+
+    def _parts(self, bucket: int, samples: int, ranks: Ranks) -> Sequence[Sequence[int]]:
+        """Return the samples of each micro-batch: usually all of them in one, on every rank."""
+        search = self.stored_or_new_search(bucket)
+        size = size_for(samples, search.size, search.smallest)
+        if ranks.world_size == 1:
+            if samples <= size:
+                return [range(samples)]
+            return Splitter(samples, size, search.smallest).parts()
+        if self._all_alike():
+            return [range(samples)]
+        return Splitter(samples, size, search.smallest).parts_on_all_ranks(ranks, self.is_validated(bucket))
 
     def split_all(self, fetched: Iterable[MicroBatch], ranks: Ranks) -> Iterator[MicroBatch]:
         """Split all fetched micro-batches, see `split`: each by the size when it is reached."""
@@ -314,19 +295,6 @@ class MicroBatchSizes:
         """Return whether every bucket seen so far has the same, validated size."""
         sizes = {search.size for search in self.searches.values()}
         return len(sizes) == 1 and all(map(self.is_validated, self.searches))
-
-    def _as_many_on_all_ranks(
-        self, parts: list[Sequence[int]], samples: int, size: int, ranks: Ranks
-    ) -> list[Sequence[int]]:
-        """Return the samples of as many micro-batches as the rank with the most has. Collective."""
-        is_unvalidated = not self.is_validated(self.current.bucket)
-        most_parts, any_unvalidated = ranks.all_reduce_max(len(parts), int(is_unvalidated))
-        if any_unvalidated:  # memory may run out
-            ranks.enable_votes(True)
-        if most_parts == len(parts):
-            return parts
-        fewest = self.stored_or_new_search(self.current.bucket).smallest
-        return split_indices(range(samples), size, most_parts, fewest)
 
     def record_peak(self, samples: int, resident: int, peak: int, limit: int) -> None:
         """Record the peak of a micro-batch of the current bucket, in bytes, if the micro-batch was full-size.
@@ -340,7 +308,7 @@ class MicroBatchSizes:
         if not self.stored_or_new_search(self.current.bucket).is_full_size(samples):
             return
         history = self.history[self.current.bucket]
-        history.attempt = history.attempt.merged(LargestRun(peak=PeakSample(peak - resident, limit - resident)))
+        history.attempt = history.attempt.merged(LargestMicroBatch(peak=PeakSample(peak - resident, limit - resident)))
 
     def record_success(self, ranks: Ranks, may_change: bool | None = None) -> dict[int, int]:
         """Record a clean step or evaluation batch. Return `{bucket: size}` of the larger sizes to try next.
@@ -365,22 +333,22 @@ class MicroBatchSizes:
 
         # Note the sizes of this step before they change.
         buckets = sorted({*self.searches, *largest})
-        self.sizes_in_force = {bucket: self._size_in_force(bucket, largest) for bucket in buckets}
+        self.schedule.in_force = {bucket: self._size_in_force(bucket, largest) for bucket in buckets}
 
         # Every search advances by what has run of its shape.
         grown = {}
-        for bucket, run in largest.items():
+        for bucket, micro_batch in largest.items():
             search = self._stored_search(bucket)
-            next_size = search.fitted(run.samples, run.peak)
+            next_size = search.record_success(micro_batch.samples, micro_batch.peak)
             if next_size is not None:
                 grown[bucket] = next_size
         for history in self.history.values():
-            history.clean = NOTHING_RAN
+            history.clean = NOTHING_YET
         if largest:
             self.is_unvalidated = not all(map(self.is_validated, largest))
         return grown
 
-    def _size_in_force(self, bucket: int, largest: Mapping[int, LargestRun]) -> int:
+    def _size_in_force(self, bucket: int, largest: Mapping[int, LargestMicroBatch]) -> int:
         """Return the size by which this step's batches of a bucket were split. A new shape that was not (see `split`)
         ran at more than the size that it gets.
         """
@@ -390,23 +358,23 @@ class MicroBatchSizes:
         return max(min(size, self.size), largest[bucket].samples)
 
     def record_failure(
-        self, ranks: Ranks, culprit: bool = True, failure: AttemptFailure = OUT_OF_MEMORY
+        self, ranks: Ranks, failed_here: bool = True, failure: AttemptFailure = OUT_OF_MEMORY
     ) -> SizeChange | None:
         """Record that the attempt failed, and choose the next sizes. Collective.
 
         Args:
             ranks: see the class.
-            culprit: whether it failed on this rank.
+            failed_here: whether it failed on this rank.
             failure: why, if so.
 
         Returns:
             The change of the first shape that failed, or None if no other size can help.
         """
         # Exchange what each rank has run, and why it failed.
-        ran_here = {bucket: history.attempt for bucket, history in self.history.items()}
-        report = RankReport(ran_here, failed_bucket=0, failure=None)
-        if culprit:
-            report = RankReport(ran_here, self.current.bucket, failure)
+        largest_here = {bucket: history.attempt for bucket, history in self.history.items()}
+        report = RankReport(largest_here, failed_bucket=0, failure=None)
+        if failed_here:
+            report = RankReport(largest_here, self.current.bucket, failure)
         reports = ranks.all_gather_object(report)
         self._forget_attempt()
 
@@ -441,33 +409,11 @@ class MicroBatchSizes:
         """Choose the next size of a bucket in which some rank has failed; see `record_failure`."""
         search = self.searches[bucket]
         failures = [report.failure for report in reports if report.failure and report.failed_bucket == bucket]
-        failures = failures or [OUT_OF_MEMORY]
-
-        failures_by_kind = defaultdict[ErrorKind, list[AttemptFailure]](list)
-        for failure in failures:
-            failures_by_kind[failure.kind].append(failure)
-
-        # The largest micro-batch that ran on any rank.
-        largest = merged([report.ran for report in reports])
-        ran = search.size  # where the fetch failed, before anything ran
+        largest_samples = search.size  # where the fetch failed, before anything ran
+        largest = merged([report.largest for report in reports])
         if bucket in largest:
-            ran = largest[bucket].samples
-
-        # The model's own errors: too few samples ask for a larger size, a rejected one for the validated size.
-        fewest_samples = 0
-        if failures_by_kind[ErrorKind.TOO_FEW_SAMPLES]:
-            unsupported = max(failure.samples for failure in failures_by_kind[ErrorKind.TOO_FEW_SAMPLES])
-            search.require_more_than(unsupported)
-            fewest_samples = search.smallest
-        elif failures_by_kind[ErrorKind.SIZE_REJECTED]:
-            search.reject_size()
-
-        # Memory ran out on some rank: a smaller size than the largest that ran.
-        if failures_by_kind[ErrorKind.OUT_OF_MEMORY]:
-            can_fit = search.record_failure(ran, failures_by_kind[ErrorKind.OUT_OF_MEMORY][0].allocation)
-            if not can_fit:
-                return None
-        return SizeChange(ran, search.size, fewest_samples)
+            largest_samples = largest[bucket].samples
+        return change_size(search, failures, largest_samples)
 
     def _forget_attempt(self) -> None:
         for history in self.history.values():
@@ -495,11 +441,11 @@ class MicroBatchSizes:
         self.is_unvalidated = True
 
 
-def merged(by_rank: Sequence[dict[int, LargestRun]]) -> dict[int, LargestRun]:
+def merged(by_rank: Sequence[dict[int, LargestMicroBatch]]) -> dict[int, LargestMicroBatch]:
     """Return the largest of each bucket that ran on any rank, in ascending order of buckets."""
-    largest = defaultdict[int, LargestRun](LargestRun)
-    for runs in by_rank:
-        for bucket, run in runs.items():
-            largest[bucket] = largest[bucket].merged(run)
+    largest = defaultdict[int, LargestMicroBatch](LargestMicroBatch)
+    for largest_on_rank in by_rank:
+        for bucket, micro_batch in largest_on_rank.items():
+            largest[bucket] = largest[bucket].merged(micro_batch)
     buckets = sorted(bucket for bucket in largest if largest[bucket].samples)
     return {bucket: largest[bucket] for bucket in buckets}

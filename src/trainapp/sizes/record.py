@@ -1,8 +1,6 @@
 """All micro-batch sizes of a run, and their record: in checkpoints, in result.json and for restarted workers."""
 
 import contextlib
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -13,7 +11,7 @@ from trainapp.config.schema import Config
 from trainapp.files import atomic_write, json_object, strict_json
 from trainapp.parallel.ranks import Ranks
 from trainapp.sizes.autotuner import Autotuner
-from trainapp.sizes.micro_batches import MicroBatchSizes, ScheduledSizes
+from trainapp.sizes.micro_batches import MicroBatchSizes
 
 RESTART = "restart.json"  # in the run directory: written by a worker that ran out of memory, for the restarted ones
 EVALUATION = "eval_micro"
@@ -40,21 +38,21 @@ class Sizes:
         """Return sizes for `batch.micro_schedule` that replay the run: by attempt; with several updates, one schedule
         per name of those that were made.
         """
-        schedules = {name: as_schedule(sizes.sizes_by_batch) for name, sizes in self.by_update.items()}
+        schedules = {name: sizes.schedule.replay() for name, sizes in self.by_update.items()}
         if "" in schedules:
             return schedules[""]
         return {name: schedule for name, schedule in schedules.items() if schedule}
 
     def usual_sizes(self, attempts: int) -> dict[str, int]:
         """Return the size with which most steps of the run were made, by update. attempts: all steps, also skipped."""
-        return {name: _usual_size(sizes, attempts) for name, sizes in self.by_update.items()}
+        return {name: sizes.schedule.usual_size(attempts, default=sizes.size) for name, sizes in self.by_update.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return primitives only, for a checkpoint."""
         state: dict[str, Any] = {}
         for key, sizes in self._by_key().items():
             state[key] = sizes.state_dict()
-        state["used"] = {name: sizes.sizes_by_batch for name, sizes in self.by_update.items()}
+        state["used"] = {name: sizes.schedule.recorded for name, sizes in self.by_update.items()}
         return state | self._counts()
 
     def leave_for_restart(self, run_dir: Path, failing: MicroBatchSizes) -> None:
@@ -112,39 +110,6 @@ def configured_size(config: Config, share: int) -> int | None:
 def key_of(update: str) -> str:
     """Return the key of an update's sizes in a file. A step's only update has no name."""
     return f"micro.{update}" if update else "micro"
-
-
-def _usual_size(sizes: MicroBatchSizes, attempts: int) -> int:
-    """Return the size of most steps; of a step with several shapes, the largest of its sizes."""
-    if not sizes.sizes_by_batch:  # no step had this update
-        return sizes.size
-
-    # Sizes were recorded where they changed: each holds until the next record.
-    steps_by_size: Counter[int] = Counter()
-    starts = sorted(sizes.sizes_by_batch)
-    ends = [*starts[1:], attempts + 1]
-    for start, end in zip(starts, ends, strict=True):
-        size = max(sizes.sizes_by_batch[start].values(), default=sizes.size)
-        steps_by_size[size] += end - start
-    ((usual_size, _),) = steps_by_size.most_common(1)
-    return usual_size
-
-
-def as_schedule(sizes_by_batch: Mapping[int, Mapping[int, int]]) -> dict[int, ScheduledSizes]:
-    """Return the shortest equivalent schedule: one number if all shapes have the same size, and only changes."""
-    schedule: dict[int, ScheduledSizes] = {}
-    last: ScheduledSizes | None = None
-    for batch_number, by_bucket in sorted(sizes_by_batch.items()):
-        # One number if all shapes have the same size.
-        distinct_sizes = set(by_bucket.values())
-        sizes: ScheduledSizes = dict(sorted(by_bucket.items()))
-        if len(distinct_sizes) == 1:
-            sizes = distinct_sizes.pop()
-
-        if sizes != last:
-            schedule[batch_number] = sizes
-            last = sizes
-    return schedule
 
 
 def sizes_text(sizes: MicroBatchSizes) -> str:

@@ -104,14 +104,14 @@ class SizeSearch:
         """Whether the size is validated: its memory is then no longer watched, which costs time on the CPU."""
         return self.clean_in_process >= self.clean_steps
 
-    def fitted(self, ran: int, peak: PeakSample | None = None) -> int | None:
+    def record_success(self, largest: int, peak: PeakSample | None = None) -> int | None:
         """Record a clean step. Return the larger size to try next, or None.
 
         Args:
-            ran: the largest micro-batch in it; only full-size ones count.
+            largest: samples of the largest micro-batch in it; only full-size ones count.
             peak: None if it is not known.
         """
-        if not self.is_full_size(ran):
+        if not self.is_full_size(largest):
             return None
 
         # A success ends the row of failures.
@@ -136,39 +136,39 @@ class SizeSearch:
             self.try_size(larger)
         return larger
 
-    def is_full_size(self, ran: int) -> bool:
-        """Return whether a micro-batch of `ran` samples is one of this size.
+    def is_full_size(self, samples: int) -> bool:
+        """Return whether a micro-batch of so many samples is one of this size.
 
         The first of a step may be shorter by the samples that it has given to a remainder, which would have been too
         small, see `data.batch.ranges` and `size_for`: with size 32 and at least 2 samples, 31 are full-size.
         """
         shortest_after_ranges = self.size - 1
         shortest_after_size_for = max(self.smallest, self.size - self.smallest + 1)
-        return ran >= min(shortest_after_ranges, shortest_after_size_for)
+        return samples >= min(shortest_after_ranges, shortest_after_size_for)
 
-    def record_failure(self, ran: int, failure: FailedAllocation | None = None) -> bool:
+    def record_failure(self, largest: int, failure: FailedAllocation | None = None) -> bool:
         """Record that memory ran out, and choose the next size: the largest validated one, otherwise half of what ran
         or, after two failures in a row and if larger sizes will be tried, a quarter; the smallest one if fewer samples
         asked for the same.
 
         Args:
-            ran: the largest micro-batch of the attempt. It is less than `size` if the step has fewer samples; sizes in
-                between would then run the same samples at once and fail again. It is more if fewer samples would be
-                left over.
+            largest: samples of the largest micro-batch of the attempt. They are fewer than `size` if the step has fewer
+                samples; sizes in between would then run the same samples at once and fail again. They are more if fewer
+                samples would be left over.
             failure: the allocation that failed, if known.
 
         Returns:
             False if no size can fit.
         """
         # Nothing smaller is left, or it has failed, too.
-        has_failed_before = self.smallest_failing is not None and ran >= self.smallest_failing
-        if ran <= self.smallest or (self.size <= self.smallest and has_failed_before):
+        has_failed_before = self.smallest_failing is not None and largest >= self.smallest_failing
+        if largest <= self.smallest or (self.size <= self.smallest and has_failed_before):
             return False
 
         # A request that does not shrink with the size: only the smallest is worth a try.
         previous_failure = self.last_failure
         self.last_failure = failure
-        a_smaller_size_worked = 0 < self.largest_validated < ran
+        a_smaller_size_worked = 0 < self.largest_validated < largest
         if failure is not None and failure.repeats(previous_failure) and not a_smaller_size_worked:
             self.must_try_smallest = True
             if failure.is_optimizer_update:
@@ -176,8 +176,8 @@ class SizeSearch:
 
         # What is known of sizes so far.
         self.failures_in_a_row += 1
-        self.smallest_failing = min(ran, self.smallest_failing or ran)
-        if self.largest_validated >= ran:
+        self.smallest_failing = min(largest, self.smallest_failing or largest)
+        if self.largest_validated >= largest:
             self.largest_validated = 0  # a size that fitted once need not fit again
         self.search_has_ended = not self.grow
 
@@ -188,7 +188,7 @@ class SizeSearch:
             self.try_size(self.smallest)
         else:
             divisor = 4 if self.failures_in_a_row > 1 and self.grow else 2
-            smaller = min(self.size, ran // divisor)
+            smaller = min(self.size, largest // divisor)
             self.try_size(max(self.smallest, smaller))
         return True
 

@@ -32,7 +32,7 @@ def warn_of_dependence(session: Session, context: UpdateContext) -> None:
     Collective.
     """
     sizes = session.sizes.train
-    size = max(sizes.sizes_in_force.values(), default=sizes.size)
+    size = max(sizes.schedule.in_force.values(), default=sizes.size)
     is_cut_here = session.batches.accumulation(size) > 1
     if is_cut_here or session.ranks.world_size > 1:
         record = session.engine.draw_record

@@ -122,7 +122,7 @@ def grow_micro_batch(session: Session, context: UpdateContext, size_may_change: 
     for bucket, size in grown.items():
         text = f"{size}{shape_suffix(sizes, bucket)}"
         session.tracker.note(f"step {context.step_number + 1} tries a larger micro-batch: {text}")
-    if may_change and sizes.record(context.batch_number):
+    if may_change and sizes.schedule.record(context.batch_number):
         warn_of_dependence(session, context)
     if was_searching and sizes.search_has_ended:
         text = f"the search ended at step {context.step_number} with micro-batch {sizes_text(sizes)}"
