@@ -70,8 +70,8 @@ class Samples(NamedTuple):
     """The batches to compare."""
 
     number: int  # of samples in the whole batch
-    # All samples together, and in halves. If the halves have different lengths, the second may be the first one again:
-    # all three batches then hold the data of the first half, in the positions of all samples.
+    # All samples together, and in halves. If the halves have different lengths, the second may hold the data of the
+    # first again, and the whole batch that data twice; their positions are still those of all samples.
     whole: TrialBatch
     first_half: TrialBatch
     second_half: TrialBatch
