@@ -90,6 +90,43 @@ class TeacherInRoot(Teacher):
         return super().change(inputs) + self.block(inputs)
 
 
+class Anneals(Base):
+    """Counts its forwards in an attribute, in evaluations too, as VAEs do that anneal a term of their loss."""
+
+    def build(self, num_classes: int) -> None:
+        self.num_iter = 0
+
+    def change(self, inputs: Tensor) -> Tensor:
+        if self.training or not self.only_in_training:
+            self.num_iter += 1
+        return inputs.new_full((), 0.01 * self.num_iter)
+
+    only_in_training = False
+
+
+class AnnealsInTraining(Anneals):
+    only_in_training = True
+
+
+class Normalises(Base):
+    """A constant that is set once, by the first micro-batch, as in contrastive memories: with a graph."""
+
+    def build(self, num_classes: int) -> None:
+        self.register_buffer("constant", torch.tensor([-1.0]))
+
+    def change(self, inputs: Tensor) -> Tensor:
+        if self.training and self.constant.item() < 0:
+            self.constant[0] = self.linear(inputs).exp().mean()
+        return inputs.new_full((), float(self.constant))
+
+
+class InChunks(Base):
+    """Noise that is drawn for at most eight samples at a time."""
+
+    def change(self, inputs: Tensor) -> Tensor:
+        return torch.cat([torch.rand(len(chunk), 1) for chunk in inputs.split(8)])
+
+
 class ActNorm(Base):
     """A shift that is the mean of the first batch: a parameter that a forward writes from its samples."""
 

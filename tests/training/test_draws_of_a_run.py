@@ -238,6 +238,29 @@ def test_a_frozen_batchnorm_is_not_named_for_what_another_module_writes(tmp_path
     assert "BatchNorm" not in text
 
 
+@pytest.mark.parametrize(("model", "is_named"), [("Anneals", True), ("AnnealsInTraining", False)])
+def test_what_evaluations_write_is_named(tmp_path, model, is_named):
+    settings = (*runs.own_model(f"writing_models.{model}"), "data=digits", "user_packages=[writing_models]")
+    result = runs.run(tmp_path, *settings, "train.max_steps=2", "every.eval=2", "batch.eval_micro_size=50")
+    start = "the forward writes model.num_iter in evaluations, too, once per micro-batch ("
+    assert any(text.startswith(start) for text in result.depends_on_micro_batch) == is_named
+
+
+def test_a_buffer_that_is_filled_with_a_graph_is_named(tmp_path):
+    settings = (*runs.own_model("writing_models.Normalises"), "data=digits", "user_packages=[writing_models]")
+    (text,) = runs.run(tmp_path, *runs.STEPS_ONLY, *settings, "batch.micro_size=4").depends_on_micro_batch
+    assert text.startswith("the forward writes model.constant, once per micro-batch (4)")
+
+
+def test_draws_that_the_check_could_not_see_are_told_also_if_the_batch_is_whole(tmp_path, caplog):
+    """The check has four samples, and draws begin to be cut at nine."""
+    settings = (*runs.own_model("writing_models.InChunks"), "data=digits", "user_packages=[writing_models]", BY_SAMPLE)
+    depends = runs.run(tmp_path, *runs.STEPS_ONLY, *settings, "batch.micro_size=16").depends_on_micro_batch
+    warnings = [record.getMessage() for record in caplog.records if "the check before the first step" in record.message]
+    assert len(depends) >= 1
+    assert any(text.startswith("step 1: uniform_ of [8, 1]: none of its dimensions") for text in warnings)
+
+
 @pytest.mark.parametrize("is_declared", [True, False])
 def test_a_buffer_that_is_declared_per_sample_is_not_named(tmp_path, monkeypatch, is_declared):
     """And no other buffer is left out for it."""

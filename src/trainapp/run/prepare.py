@@ -75,6 +75,9 @@ def prepare(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Session:
         changes = changes_of_memory(session, checkpoint)
     session.sizes = initial_sizes(session, sizes, saved, changes)
 
+    # What is known to depend on the micro-batch. The rest shows in training.
+    session.topics_of_trials = frozenset(session.engine.draw_record.depends)
+
     # The clock. A later session's has the seconds of earlier processes already.
     session.meter.began = start.began
     if start.is_first and saved is not None and trains:

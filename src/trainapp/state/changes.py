@@ -35,14 +35,23 @@ def with_updates(values: list[dict[str, Any]], updates: list[dict[str, Any]]) ->
     return [{**attributes, **update} for attributes, update in zip(values, updates, strict=True)]
 
 
-def changed_names(before: dict[str, Any], now: dict[str, Any], copies: Mapping[int, Any]) -> list[str]:
-    """Return the names whose values differ, except results of a forward. copies: earlier values, by the object's id."""
+def changed_names(
+    before: dict[str, Any], now: dict[str, Any], copies: Mapping[int, Any], with_results: bool = False
+) -> list[str]:
+    """Return the names whose values differ.
+
+    Args:
+        before: the values then.
+        now: the values now.
+        copies: earlier values, by the object's id.
+        with_results: also those with a graph: in a registered buffer they are state, in an attribute left for the loss.
+    """
     names = []
     for name in before | now:
         old = before.get(name)
         new = now.get(name)
         is_result = new is RESULT or getattr(new, "grad_fn", None) is not None
-        if not is_result and not _is_equal(copies.get(id(old), old), new):
+        if (with_results or not is_result) and not _is_equal(copies.get(id(old), old), new):
             names.append(name)
     return names
 

@@ -397,10 +397,13 @@ class Snapshot:
                     written.add(name)
         return [name for name in rarely_written if name in written]
 
-    def changed(self, with_data: bool = False) -> list[str]:
+    def changed(self, with_data: bool = False, only_state: bool = False) -> list[str]:
         """Return the names of what holds other values than at `take`, except results left in attributes.
 
-        with_data: also of data sets and what they hold.
+        Args:
+            with_data: also of data sets and what they hold.
+            only_state: of attributes only numbers. Without gradients, tensors that a forward leaves in attributes for
+                others to read cannot be told from its state.
         """
         state = self._taken
         structure = state.structure
@@ -423,10 +426,12 @@ class Snapshot:
         values_now = [*now.contents, *map(_without_modules, attributes_now), now.owner_states]
         holder_names = [*structure.holder_names, ""]  # names of owners are whole
         with outside_dispatch_modes():
-            for holder, old, new in zip(holder_names, values_before, values_now, strict=True):
-                for name in changed_names(old, new, copies):
-                    whole_name = f"{holder}.{name}" if holder else name
-                    changed.append(whole_name)
+            for index, (holder, old, new) in enumerate(zip(holder_names, values_before, values_now, strict=True)):
+                is_registry = index < len(before.contents)
+                for name in changed_names(old, new, copies, with_results=is_registry):
+                    is_number = isinstance(new.get(name), (int, float))
+                    if is_registry or is_number or not only_state:
+                        changed.append(joined(holder, name))
         distinct = dict.fromkeys(changed)
         return [name for name in distinct if with_data or not _is_of_data(name)]
 

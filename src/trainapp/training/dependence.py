@@ -20,7 +20,7 @@ from trainapp.units import bytes_text, listed
 
 def warn_of_trials(session: Session) -> None:
     """Warn before the first step of what trial calls have found: results that depend on the padding, and global
-    variables that a forward writes.
+    variables that a forward writes. The recipe says the rest.
     """
     for topic, text in session.engine.draw_record.depends.items():
         if topic == GLOBALS or TopicKind.PADDING.includes(topic):
@@ -44,8 +44,43 @@ def warn_of_dependence(session: Session, context: UpdateContext) -> None:
             )
         for topic, text in record.depends.items():
             session.tracker.warn_once(f"step {context.step_number}: {text}", topic=topic)
+    _warn_of_other_draws(session, context)
     _report_shared_draws(session)
     _warn_of_what_is_not_restored(session, context)
+
+
+def _warn_of_other_draws(session: Session, context: UpdateContext) -> None:
+    """Warn once of draws that do not belong to samples where trial calls, of a few samples, have found none such: the
+    recipe says otherwise. Also where the micro-batch is the whole batch, since another limit may split it.
+    """
+    for topic, text in session.engine.draw_record.depends.items():
+        if TopicKind.DRAWS.includes(topic) and topic not in session.topics_of_trials:
+            session.tracker.warn_once(
+                f"step {context.step_number}: {text}; so the draws depend on the micro-batch, which the few samples of "
+                "the check before the first step did not show",
+                topic=topic,
+            )
+
+
+def warn_of_writes_in_evaluation(session: Session, names: Collection[str], samples: int) -> None:
+    """Warn once of state that the forwards of an evaluation write, each of its micro-batches anew.
+
+    Args:
+        session: the live objects; their record of draws is extended.
+        names: what is written.
+        samples: in a micro-batch.
+    """
+    modules = {"model": session.state.model, **session.state.stateful.modules}
+    state = set(names) - per_sample_buffers(modules)
+    if not state:
+        return
+    topic = "writes in evaluation"
+    text = (
+        f"the forward writes {listed(sorted(state))} in evaluations, too, once per micro-batch ({samples}): what a "
+        "forward reads of them depends on batch.eval_micro_size; write them in training mode only (self.training)"
+    )
+    session.engine.draw_record.note(topic, text)
+    session.tracker.warn_once(text, topic=topic)
 
 
 def _warn_of_what_is_not_restored(session: Session, context: UpdateContext) -> None:

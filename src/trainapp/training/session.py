@@ -1,6 +1,6 @@
 """The `Session`: the live objects of one process."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -79,6 +79,7 @@ class Evaluation:
     totals: Totals | None = None  # so far, for the current data set
     complete: bool = False  # whether all ranks have finished its micro-batches
     before: State | None = None  # of model, task and data, to which the current data set's evaluation returns
+    written: Collection[str] = ()  # state that the forward of its first micro-batch has written
     embedded: Any = None  # its embeddings so far, if the loss compares them: see `training.evaluation`
     finished: dict[str, dict[str, Any]] = field(default_factory=dict)  # metrics of the sets already evaluated, by name
     last: dict[str, float] = field(default_factory=dict)  # as logged, in this process
@@ -126,6 +127,7 @@ class Session:
     attempt: AttemptState = field(default_factory=AttemptState)
     recovery: RecoveryState = field(default_factory=RecoveryState)
     step_metrics: dict[str, float] = field(default_factory=dict)  # to be logged: those of the step's finished updates
+    topics_of_trials: frozenset[str] = frozenset()  # of what depends on the micro-batch, known before the first step
     has_compared_ranks: bool = False  # whether state that forwards write was compared between ranks
     exactness_checks_left: int = 0  # updates that `train.check_exactness` has yet to compare
     sizes: Sizes = field(init=False)  # micro-batch sizes; chosen after a checkpoint is read

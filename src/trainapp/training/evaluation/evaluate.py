@@ -16,6 +16,7 @@ from trainapp.models.inspect import per_sample_buffers
 from trainapp.rng import seed_from
 from trainapp.signals import Stopped
 from trainapp.training import callback_calls, stopping
+from trainapp.training.dependence import warn_of_writes_in_evaluation
 from trainapp.training.engine import Totals
 from trainapp.training.evaluation.loop import as_evaluated, each_micro_batch
 from trainapp.training.evaluation.objective import record_objective
@@ -160,7 +161,7 @@ def _totals_of_set(session: Session, name: str, batches: EvalBatches) -> Totals:
     with as_evaluated(session.engine, name):
         if not current.complete:  # otherwise one rank alone repeats what follows
             compute = functools.partial(_totals_with, session)
-            keep = functools.partial(_keep, session, per_sample_copies(session))
+            keep = functools.partial(_keep, session, per_sample_copies(session), batches.is_stream)
             each_micro_batch(session, fetched, compute, keep)
             current.complete = True
 
@@ -184,11 +185,30 @@ def _totals_with(session: Session, micro: MicroBatch) -> Totals:
     return current.totals.plus(loss.clone(), count, metric_sums, micro.samples, micro.real)
 
 
-def _keep(session: Session, copies: dict[str, torch.Tensor], micro: MicroBatch, totals: Totals) -> None:
+def _keep(
+    session: Session, copies: dict[str, torch.Tensor], is_stream: bool, micro: MicroBatch, totals: Totals
+) -> None:
+    """Take the totals of a complete micro-batch.
+
+    Args:
+        session: the live objects.
+        copies: see `require_own_rows`.
+        is_stream: whether micro-batches may be the time steps of sequences, over which state is carried by design.
+        micro: the micro-batch.
+        totals: those of the set, including it.
+    """
     current = session.evaluation
     assert current.totals is not None, "outside an evaluation"
-    if copies and not current.totals.samples:
+    is_first = not current.totals.samples
+    if copies and is_first:
         require_own_rows(session, copies, micro)
+
+    # State that the first micro-batch writes and the second may read.
+    if is_first:
+        current.written = () if is_stream else session.snapshot.changed(only_state=True)
+    elif current.written and micro.real:
+        warn_of_writes_in_evaluation(session, current.written, micro.samples)
+        current.written = ()
     if current.embedded is not None:
         current.embedded.keep(micro.real)
     current.totals = totals
