@@ -82,7 +82,9 @@ def test_each_part_is_needed(tmp_path, monkeypatch, model, optimizer, lose):
 def test_what_is_left_out_is_named_once_and_the_run_resumes(tmp_path, caplog, model, name):
     runs.run_until(tmp_path, 4, *overrides(model), "every.save=1")
     assert caplog.text.count(f"{NOT_SAVED}{name}: plain attributes") == 1
+    caplog.clear()
     assert runs.run(tmp_path, *overrides(model)).steps == 6
+    assert f"the checkpoint does not hold {name}, which training had changed" in caplog.text
 
 
 def test_attributes_of_a_task_are_named_unless_it_has_a_state_dict(tmp_path, caplog):

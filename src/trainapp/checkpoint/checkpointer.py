@@ -57,7 +57,7 @@ class Checkpointer:
         self.is_due = False  # by any rank's clock, as agreed in the last step
         self.committed_at: int | None = None  # the step of the last complete checkpoint
         self.has_saved = False  # in this process
-        self._has_warned_of_not_saved = False
+        self._not_saved: list[str] = []  # names of what checkpoints do not hold, once some are known
         self._background = ThreadPoolExecutor(1, "checkpoint")  # starts no thread before it is needed
         self.pending: PendingCheckpoint | None = None
 
@@ -80,7 +80,9 @@ class Checkpointer:
 
         values = self.state.values(self.ranks) | {"sizes": sizes}
         tensors = self.state.tensors(values)
-        self._warn_of_not_saved()
+        self._note_what_is_not_saved()
+        if self._not_saved:
+            values["not_saved"] = self._not_saved
 
         # Write them: now, or from copies while training continues.
         folder = self.directory.begin(step)
@@ -113,20 +115,19 @@ class Checkpointer:
             return None
         return self.directory.newest_name()
 
-    def _warn_of_not_saved(self) -> None:
-        """Warn once: a resume starts from the initial values of what a run changes outside of state dicts."""
-        if self._has_warned_of_not_saved:
+    def _note_what_is_not_saved(self) -> None:
+        """Note what a run changes outside of state dicts, and warn once: a resume starts from its initial values."""
+        if self._not_saved:
             return
-        names = self.state.not_saved()
-        if names:
-            self._has_warned_of_not_saved = True
+        self._not_saved = self.state.not_saved()
+        if self._not_saved:
             log.warning(
                 "a checkpoint does not hold what training changes in %s: plain attributes, and buffers that a forward "
                 "registers or reshapes; a resumed run starts from their initial values. What every forward computes "
                 "anew needs nothing. Anything else: make it a buffer, registered in __init__, or return it from "
                 "get_extra_state (a task that is no module: state_dict), and restore it in set_extra_state "
                 "(load_state_dict)",
-                listed(names, most=4),
+                listed(self._not_saved, most=4),
             )
 
     def _write(self, tensors: dict[str, Any], values: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -166,7 +167,18 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
     with misfits_named(path):
         state.load_values(values)
     state.load_stateful(values["stateful"], ranks)
+    _warn_of_what_is_missing(values)
     return values
+
+
+def _warn_of_what_is_missing(values: Mapping[str, Any]) -> None:
+    """Warn of what training had changed and the checkpoint does not hold."""
+    if values.get("not_saved"):
+        log.warning(
+            "the checkpoint does not hold %s, which training had changed: it has its initial value here, so that "
+            "results that depend on it differ from those in training",
+            listed(values["not_saved"], most=4),
+        )
 
 
 def restore_model(model: nn.Module, path: Path, filled: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,6 +202,8 @@ def restore_model(model: nn.Module, path: Path, filled: Mapping[str, Any]) -> di
     shards.read(tensors, path, None, hint=changed_sizes(filled, values))
     with misfits_named(path):
         model_state.load_values(model_values)
+
+    _warn_of_what_is_missing(values)
 
     # The average in place of its parameters, if there is one.
     averaged = {}

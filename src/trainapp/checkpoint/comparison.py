@@ -26,7 +26,7 @@ _OPTIMIZER = "optimizer"  # the outermost name of its tensors; all others are we
 # base of adapters; and to the optimizer.
 _OF_WEIGHTS = ("model_values", "base")
 _OF_OPTIMIZER = ("optimizer_values",)
-_NOT_COMPARED = ("sizes",)  # how the micro-batch was searched, with times
+_NOT_COMPARED = ("sizes", "not_saved")  # how the micro-batch was searched, with times; names for a warning
 log = logging.getLogger(__name__)
 
 
