@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 import runs
 import yaml
@@ -74,10 +75,11 @@ def continue_sweep(cwd, *overrides, status=0):
 
 
 def start(cwd, *arguments):
-    """Start a command, to send it a signal."""
+    """Start a command, to send it a signal, or to read what it prints meanwhile."""
     command = [sys.executable, "-m", "trainapp", *arguments]
+    unbuffered = {**environment(), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
-        command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=cwd, env=unbuffered, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
@@ -111,7 +113,7 @@ def test_a_failed_job_stays_alone_and_runs_again_when_asked(tmp_path):
     assert f"(best {float(best['best_objective']):.4f}" in evaluated.stdout, evaluated.stderr
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_sweep_continues_where_it_was_as_if_nothing_had_happened(tmp_path):
     """Stopped by Ctrl-C in its first job, and killed in its second, which outlives it."""
     (tmp_path / "mine.py").write_text(NET)
@@ -129,8 +131,16 @@ def test_a_sweep_continues_where_it_was_as_if_nothing_had_happened(tmp_path):
 
     with start(tmp_path, "continue", "sweep") as process:
         wait_until(lambda: lines_in(sweep / "1/metrics.jsonl") > 10, process)
+        job_processes = psutil.Process(process.pid).children(recursive=True)
+        for job_process in job_processes:  # the job waits until the sweep has found it, however slowly that starts
+            job_process.suspend()
         process.kill()
-    assert "job 1 still runs" in continue_sweep(tmp_path)
+    with start(tmp_path, "continue", "sweep") as process:
+        for line in process.stdout:
+            if "job 1 still runs" in line:
+                for job_process in job_processes:
+                    job_process.resume()
+    assert process.returncode == 0
     assert starts(sweep) == {0: 2, 1: 1}
     for job in (0, 1):
         undisturbed = tmp_path / f"undisturbed{job}"
