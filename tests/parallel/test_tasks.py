@@ -38,9 +38,9 @@ def test_methods_and_parameters_of_the_model(cell, spread, task):
 
 
 def test_a_task_outside_of_the_wrapper_fails_it(cell):
-    reference = alone(cell, "reads_attributes")
-    (record, _) = run(cell, 2, "reads_attributes", "parallel=ddp", function=variants.train_outside_of_the_wrapper)
-    assert error(record.gradients[0], reference.gradients[0]) > 1e-3
+    """DDP then sums no gradients at all, which is refused before the update."""
+    for record in run(cell, 2, "reads_attributes", "parallel=ddp", function=variants.train_outside_of_the_wrapper):
+        assert "DDP waits for their gradients" in record.error
 
 
 def test_all_parameters_read_by_a_task(cell):

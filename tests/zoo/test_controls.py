@@ -17,7 +17,7 @@ from .harness import LEFT, leaving
 NEEDED = {
     "registries": ("re-assigned buffer", "replaced parameter"),
     "tensors": ("batchnorm", "moco", "module as loss"),
-    "owners": ("own generators", "queue", "noisy data", "replay"),
+    "owners": ("own generators", "noisy data", "replay"),  # a queue in a held object is restored by `state.held`, too
     "gradients": ("dict",),
 }
 
