@@ -14,7 +14,7 @@ import torch
 from faults import Fault
 from harness import Recorded
 
-from trainapp.run import recipe, recipe_text, runner
+from trainapp.run import prepare, recipe, recipe_text
 from trainapp.run.first_sizes import initial_sizes
 from trainapp.sizes.record import RESTART
 
@@ -80,7 +80,7 @@ def test_without_the_checkpoints_record_it_would_not_replay(tmp_path, monkeypatc
     def forgetting(run, restart, saved, changed):
         return initial_sizes(run, restart, saved and saved | {"used": {}}, changed)
 
-    monkeypatch.setattr(runner, "initial_sizes", forgetting)
+    monkeypatch.setattr(prepare, "initial_sizes", forgetting)
     changes = {"schedule.shape": "constant"}
     weights, result = ended(stopped_and_resumed(tmp_path, *OVERRIDES, changes=changes))
     assert "2" not in result["micro_schedule"]
