@@ -1,7 +1,7 @@
 """One run from start to end: sessions, each with retries, until one ends; then the report.
 
 `prepare` builds a session, `training.loop` trains in it, and `recover` decides after an out-of-memory error whether the
-same session goes on or a new one begins.
+same session continues or a new one begins.
 """
 
 import contextlib
