@@ -5,6 +5,7 @@ Each result depends on what was changed, and what is changed depends on how ofte
 
 import copy
 import itertools
+import queue
 import random
 from collections import deque
 
@@ -415,14 +416,17 @@ class Failing:
     fails_at = 0
 
     def __init__(self) -> None:
-        self.left = [Failing.fails_at]  # a list: no retry restores it
+        self.calls_left: queue.SimpleQueue[None] = queue.SimpleQueue()  # which no retry restores
+        for _ in range(Failing.fails_at):
+            self.calls_left.put(None)
         Failing.fails_at = 0  # once, also where the run is built again
 
     def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int, dict[str, Tensor]]:
         loss, logits = cross_entropy(model, batch)
-        self.left[0] -= 1
-        if self.left[0] == 0:
-            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+        if not self.calls_left.empty():
+            self.calls_left.get()
+            if self.calls_left.empty():
+                raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
         return loss, len(logits), {}
 
 

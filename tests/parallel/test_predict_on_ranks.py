@@ -12,6 +12,7 @@ import torch
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.inference.predict import Predictor
+from trainapp.inference.rows import RowFile
 from trainapp.launch import worker
 from trainapp.parallel.ranks import SingleRank
 from trainapp.run import runner
@@ -30,20 +31,26 @@ def trained(tmp_path_factory):
 
 
 def predict(rank: int, config: Config, faults: Any, folder: str, single: bool, errors: Any = ()) -> list[int]:
-    """Predict. Return the number of samples in each batch on this rank.
+    """Predict. Return the number of samples in each batch that this rank has written.
 
-    The arguments are those of `rank.train`, and `errors`: by rank, raised at its third batch or later.
+    The arguments are those of `rank.train`, and `errors`: by rank, raised once, at its third batch or later.
     """
     rows = Predictor.rows
+    write = RowFile.write
     sizes: list[int] = []
+    errors_left = [error for error in errors[rank : rank + 1] if error is not None]
 
-    def noting(self: Predictor, model: Any, micro: Any) -> Any:
-        sizes.append(micro.samples)
-        if errors and errors[rank] is not None and len(sizes) == 3 + rank:
-            raise errors[rank]
+    def failing(self: Predictor, model: Any, micro: Any) -> Any:
+        if errors_left and len(sizes) == 2 + rank:
+            raise errors_left.pop()
         return rows(self, model, micro)
 
-    Predictor.rows = noting
+    def noting(self: RowFile, rows_of_batch: Any) -> None:
+        sizes.append(len(rows_of_batch))
+        write(self, rows_of_batch)
+
+    Predictor.rows = failing
+    RowFile.write = noting
     try:
         if single:
             runner.run(config, SingleRank())
@@ -54,6 +61,7 @@ def predict(rank: int, config: Config, faults: Any, folder: str, single: bool, e
         leave_group()
     finally:
         Predictor.rows = rows
+        RowFile.write = write
     return sizes
 
 
@@ -110,8 +118,8 @@ def test_a_rank_without_memory_halves_its_own_batches(predicting):
     predicting.run(0, "one")
     first, second = predicting.run(2, "two", errors=(None, torch.OutOfMemoryError("CUDA out of memory. (injected)")))
     assert first == [32] * 5 + [20]
-    assert second[:4] == [32] * 4
-    assert max(second[4:]) == 16
+    assert second[:3] == [32] * 3
+    assert max(second[3:]) == 16
     assert_same_lines(predicting.lines("two"), predicting.lines("one"))
 
 

@@ -1,5 +1,7 @@
 """`debug=exactness` names what a retry would not restore, and passes what it would."""
 
+import queue
+
 import pytest
 import runs
 import torch
@@ -63,15 +65,15 @@ def test_what_is_covered_passes_and_is_not_changed(tmp_path, case):
 
 
 class CountingTask:
-    """A loss with a counter in a list, and without a state_dict."""
+    """A loss with a counter that no retry restores."""
 
     def __init__(self):
-        self.calls = []
+        self.calls = queue.SimpleQueue()
 
     def __call__(self, model, batch):
-        self.calls.append(1)
+        self.calls.put(1)
         loss, _ = writing_models.cross_entropy(model, batch)
-        return loss * (1 + 0.1 * len(self.calls)), len(batch["targets"]), {}
+        return loss * (1 + 0.1 * self.calls.qsize()), len(batch["targets"]), {}
 
 
 def test_what_a_retry_would_change_is_named(tmp_path):
