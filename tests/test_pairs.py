@@ -108,7 +108,7 @@ SMALL = (
     "every.log=1",
     "every.eval=3",
     "every.save=3",
-    "parallel.timeout=60",
+    "parallel.timeout=150",  # a plan before the first step is slow where the machine is
 )
 OF_MODEL = {
     "model=mlp": ("model.width=16",),

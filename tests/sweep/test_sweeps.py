@@ -318,7 +318,7 @@ def test_plans_have_a_table_of_their_own(tmp_path):
 def test_a_sweep_ends_at_its_time_limit(tmp_path):
     (tmp_path / "mine.py").write_text(NET)
     endless = (*MINE, "train.max_steps=100000", "every.eval=null", "train.seed=0,1")
-    printed = run_sweep(tmp_path, *endless, "sweep.max_time=12s", status=75)
+    printed = run_sweep(tmp_path, *endless, "sweep.max_time=20s", status=75)
     assert "sweep.max_time: the running jobs save and end" in printed
     assert (tmp_path / "sweep/0/checkpoints").exists()
     assert not (tmp_path / "sweep/1").exists()
