@@ -1,4 +1,4 @@
-"""A task with `whole_batch = True`: its batch is never cut, in training and evaluation; memory that lacks says so."""
+"""A task with `whole_batch = True`: its batch is never split, in training and evaluation; memory that lacks says so."""
 
 import pytest
 import runs
@@ -29,7 +29,7 @@ def test_it_is_never_cut(tmp_path):
 )
 def test_settings_that_would_cut_it_are_refused(tmp_path, override):
     message = runs.refusal(tmp_path, *WHOLE, override)
-    assert message.startswith("task=own_tasks.Whole has whole_batch=True: its batch is never cut; remove")
+    assert message.startswith("task=own_tasks.Whole has whole_batch=True: its batch is never split; remove")
 
 
 @pytest.mark.slow
@@ -37,7 +37,7 @@ def test_where_memory_lacks_it_says_what_helps(tmp_path):
     limited = (*WHOLE, "batch.global_size=512", "memory.limit=700KiB", "checkpointing=off")
     with pytest.raises(TrainingStopped) as stopped:
         runs.run(tmp_path, *limited)
-    told = "its loss needs the whole batch (whole_batch=True), which is never cut; a smaller batch.global_size helps"
+    told = "its loss needs the whole batch (whole_batch=True), which is never split; a smaller batch.global_size helps"
     assert told in str(stopped.value)
     assert runs.run(tmp_path / "smaller", *limited, "batch.global_size=64").steps == 4  # negative control
 

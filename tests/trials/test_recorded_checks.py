@@ -289,7 +289,7 @@ REASONS = {
     "Python's draws": ((*NET, f"{TASK}drawing_in_python"), "draws from Python's or NumPy's generator"),
     "own generator": ((*NET, f"{TASK}drawing_by_its_own_generator"), "draws whose samples are not known"),
     "unchecked": ((*NET, f"{TASK}total", "train.check_loss=false"), "train.check_loss=false"),
-    "whole batch": ((*NET, f"{TASK}whole"), "the task declares whole_batch, its batch is never cut"),
+    "whole batch": ((*NET, f"{TASK}whole"), "the task declares whole_batch, its batch is never split"),
     "embeddings": ((*NET, f"{TASK}Embedding"), "an embedding loss compares the samples of the whole step"),
 }
 
@@ -308,7 +308,7 @@ DRAWS = {
     "the task raises": UNKNOWN.format("LookupError: no key 'mask'"),
     "Python's draws": "Python's or NumPy's of the micro-batch",
     "own generator": "the forward draws from a generator of its own",
-    "whole batch": "of the whole batch: the task declares whole_batch, it is never cut",
+    "whole batch": "of the whole batch: the task declares whole_batch, it is never split",
     "embeddings": "none",
 }
 

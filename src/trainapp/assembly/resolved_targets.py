@@ -204,7 +204,7 @@ def _tasks(
         updates[update.name] = task
         if losses.needs_whole_batch(task):
             raise UserError(
-                f"{task.setting} has whole_batch=True, which needs a single optimizer: each update is cut separately; "
+                f"{task.setting} has whole_batch=True, which needs a single optimizer: each update is split by itself; "
                 "use a loss that is a sum over samples, or an embedding loss (trainapp.tasks.EmbeddingTask)"
             )
 

@@ -150,7 +150,7 @@ def _split_of_training(targets: ResolvedTargets) -> Any:
         return None
     if len(splits) < len(targets.training_tasks) or any(split != splits[0] for split in splits):
         raise UserError(
-            "updates: their tasks cut batches in different ways (`split`), but have the same batches; give the data "
+            "updates: their tasks split batches in different ways (`split`), but have the same batches; give the data "
             "set a method `split(batch, start, end)` that keeps what each of them needs, or all tasks the same function"
         )
     return splits[0]

@@ -129,8 +129,8 @@ class BatchLoader:
         seed: see `Fetcher`.
         workers: number of loader processes; 0 fetches in this process.
         device: of the batches.
-        split: cuts a fetched batch, unless the data set has its own method `split`; None: without such a method,
-            samples are collated again to cut a batch.
+        split: splits a fetched batch, unless the data set has its own method `split`; None: without such a method,
+            samples are collated again to split a batch.
 
     Attributes: `split`, whichever of the two is used.
     """
@@ -200,7 +200,7 @@ class BatchLoader:
     def _slice_samples(self, batch: Any, request: Request, start: int, end: int) -> Any:
         """Return the batch of only the samples [start, end) of a fetched batch, on the device.
 
-        They are fetched and collated again, in this process, unless `split` cuts the batch. No other way works for
+        They are fetched and collated again, in this process, unless `split` splits the batch. No other way works for
         every batch: tensors may be packed, have time first, belong to no sample, or depend on all samples.
         """
         if self.split is not None:

@@ -79,7 +79,7 @@ class TrainBatches:
 
     @property
     def split(self) -> Split | None:
-        """What cuts a fetched batch; None: its samples are collated again."""
+        """What splits a fetched batch; None: its samples are collated again."""
         return self._loader.split
 
     @property

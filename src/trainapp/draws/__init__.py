@@ -1,4 +1,4 @@
-"""Random numbers of a forward that belong to its samples, however these are cut into micro-batches or over ranks.
+"""Random numbers of a forward that belong to its samples, however these are split into micro-batches or over ranks.
 
 torch draws a tensor from one stream: a sample's numbers depend on how many samples precede it in the micro-batch. Here
 each element is a hash of (key of the step, number of the draw in the forward, position of the sample, coordinates in

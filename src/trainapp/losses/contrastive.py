@@ -1,5 +1,5 @@
 """Losses that compare the samples of their batch and are therefore not sums over samples. The batch of a task with
-`whole_batch = True` is never cut. That of a task with `embed(model, batch)` and `loss_of_embeddings(embeddings)` is:
+`whole_batch = True` is never split. That of a task with `embed(model, batch)` and `loss_of_embeddings(embeddings)` is:
 gradients for embeddings can be cached (`training.cached_gradients`).
 
 Embeddings are a tensor, or a tuple, list, dict or dataclass of tensors, whose first dimension is the samples. Those of
@@ -149,7 +149,7 @@ def like(structure: Any, tensors: list[Tensor]) -> Any:
 
 
 def require_uncut(config: Config, world_size: int, samples: int) -> None:
-    """Raise UserError for settings that would cut the batch of a task with `whole_batch = True`.
+    """Raise UserError for settings that would split the batch of a task with `whole_batch = True`.
 
     Args:
         config: the configuration.
@@ -159,17 +159,17 @@ def require_uncut(config: Config, world_size: int, samples: int) -> None:
     whole_size = config.batch.global_size
     if samples:
         whole_size = min(whole_size, samples)
-    why = f"task={config.task} has whole_batch=True: its batch is never cut"
+    why = f"task={config.task} has whole_batch=True: its batch is never split"
     if world_size > 1:
         raise UserError(
             f"{why}, but {world_size} ranks would each compute the loss of a part of it, which is another loss; use "
             "parallel=single, or a loss that is a sum over samples"
         )
     is_accumulated = config.accumulation.steps not in ("auto", 1)
-    is_cut = any(size < whole_size for size in _micro_sizes(config.batch))
-    if is_accumulated or is_cut:
+    is_split = any(size < whole_size for size in _micro_sizes(config.batch))
+    if is_accumulated or is_split:
         raise UserError(
-            f"{why}; remove batch.micro_size, batch.micro_schedule and accumulation.steps, which would cut it, and use "
+            f"{why}; remove batch.micro_size, batch.micro_schedule and accumulation.steps, which would split it; use "
             "batch.global_size for the number of samples that the loss compares"
         )
 

@@ -280,7 +280,7 @@ def has_embeddings(task: Any) -> bool:
 
 
 def needs_whole_batch(task: Any) -> bool:
-    """Return whether the task's batch is never cut: it declares `whole_batch = True`, and has no embedding loss."""
+    """Return whether the task's batch is never split: it declares `whole_batch = True`, and has no embedding loss."""
     return bool(attribute(task, "whole_batch")) and not has_embeddings(task)
 
 

@@ -127,8 +127,8 @@ def _why_no_smaller(session: Session, failure: Failure) -> str:
     # Smaller micro-batches do not help, but fewer samples may.
     if losses.needs_whole_batch(session.task):
         return (
-            f"its loss needs the whole batch (whole_batch=True), which is never cut; a smaller {setting} helps, and so "
-            "does the same loss of embeddings (embed and loss_of_embeddings, docs/extending.md), which may be cut"
+            f"its loss needs the whole batch (whole_batch=True), which is never split; a smaller {setting} helps, and "
+            "so does the same loss of embeddings (embed and loss_of_embeddings, docs/extending.md), which may be split"
         )
     if failure.recovery.is_constant:
         return f"what it asks for does not depend on the micro-batch{_why_split_needs_more(session, failure)}"

@@ -30,7 +30,7 @@ class Planner:
         limit: bytes that a run may use.
         room: largest allowed peak in bytes, after the estimator's margin.
         share: samples of a step on the rank with the most.
-        is_uncut: whether a batch is never cut, so that only its own size is possible.
+        is_unsplit: whether a batch is never split, so that only its own size is possible.
         peak: returns the breakdown at a micro-batch size.
     """
 
@@ -40,7 +40,7 @@ class Planner:
         self.limit = estimator.limit(config)
         self.room = int(self.limit / (1 + estimator.spare))
         self.share = largest_share(config, estimator.targets, estimator.world_size)
-        self.is_uncut = needs_whole_batch(estimator.targets.task)
+        self.is_unsplit = needs_whole_batch(estimator.targets.task)
         estimate_peak = functools.partial(estimator.peak, config)
         self.peak: Callable[[int], Breakdown] = functools.cache(estimate_peak)
 
@@ -51,7 +51,7 @@ class Planner:
     @functools.cached_property
     def smallest(self) -> int:
         """The fewest samples on which the model can train, at most a rank's share."""
-        if self.is_uncut:
+        if self.is_unsplit:
             return self.share
         return min(self.peak(self.share).smallest, self.share)
 
@@ -78,7 +78,7 @@ class Planner:
         """Return the plan at the configured size, otherwise the largest that fits, otherwise the smallest."""
         config = self.config
         world_size = self.estimator.world_size
-        if self.is_uncut:
+        if self.is_unsplit:
             require_uncut(config, world_size, samples_per_step(config, self.estimator.targets))
         size = self.configured or self.largest or self.smallest
         breakdown = self.peak(size)

@@ -126,8 +126,8 @@ class Work:
                 engine.snapshot.take("written")
                 engine.scaled(engine.weight_of(samples))  # both are retained
                 with engine.at(Phase.DATA), self.memory.watch(self.meter.resident()):
-                    cut = self.fetched(batches.micro_batches(state.progress, sizes))
-                    micro_batches = engine.prepare(cut, self._watched)
+                    split = self.fetched(batches.micro_batches(state.progress, sizes))
+                    micro_batches = engine.prepare(split, self._watched)
                     result = run_update(engine, micro_batches, self._micro_batch_context)
                     step_is_complete = state.progress.finish_update(result.applied, state.cadences)
                     if step_is_complete:

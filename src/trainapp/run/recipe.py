@@ -61,7 +61,7 @@ class PrecisionRecipe:
 
 @dataclass(frozen=True)
 class BatchRecipe:
-    """How a global batch is cut, and how many there are."""
+    """How a global batch is split, and how many there are."""
 
     global_size: int
     micro_size: int

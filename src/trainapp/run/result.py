@@ -103,7 +103,7 @@ def _draws(session: Session) -> str:
 
 
 def _dependence(session: Session) -> list[str]:
-    """Return what depends on the micro-batch; nothing does where the batch is a single sample, which cannot be cut."""
+    """Return what depends on the micro-batch; nothing does where the batch is one sample, which cannot be split."""
     if session.config.batch.global_size == 1:
         return []
     return list(session.engine.draw_record.depends.values())

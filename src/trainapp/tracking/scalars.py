@@ -3,7 +3,7 @@
 STEP_SCALARS = frozenset({"loss", "step", "samples", "epoch", "lr", "grad_norm", "skipped_steps", "loss_scale"})
 # These vary between identical runs.
 MACHINE_SCALARS = frozenset({"data_wait", "samples_per_second", "tokens_per_second", "mfu"})
-_MACHINE_PREFIXES = ("memory/", "batch/")  # batch/: how a step is cut, which follows from the memory
+_MACHINE_PREFIXES = ("memory/", "batch/")  # batch/: how a step is split, which follows from the memory
 
 
 def is_machine_scalar(name: str) -> bool:

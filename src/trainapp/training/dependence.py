@@ -28,7 +28,7 @@ def warn_of_trials(session: Session) -> None:
 
 
 def warn_of_dependence(session: Session, context: UpdateContext) -> None:
-    """Warn once of what depends on the micro-batch, if steps are cut into several, on one rank or over many.
+    """Warn once of what depends on the micro-batch, if steps are split into several, on one rank or over many.
     Collective.
     """
     sizes = session.sizes.train

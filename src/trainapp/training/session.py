@@ -210,7 +210,7 @@ class Session:
         )
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Return the coming update's samples, fetched and cut to the size that fits: as many pieces on every rank."""
+        """Return the coming update's micro-batches, of the size that fits, fetched as needed: as many on every rank."""
         sizes_by_update = list(self.sizes.by_update.values())
         fetched = self.batches.micro_batches(
             self.state.progress,

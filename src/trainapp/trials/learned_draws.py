@@ -102,7 +102,7 @@ def _reason_to_skip(setup: TrialSetup, mode: Mode) -> str:
     if needs_no_check(mode, setup.model):
         return NO_CHECK_NEEDED
     if needs_whole_batch(mode.task):
-        return "of the whole batch: the task declares whole_batch, it is never cut"
+        return "of the whole batch: the task declares whole_batch, it is never split"
     if not has_all_values(setup.model):
         return f"not tried: {Obstacle(Reason.NO_VALUES)}; {BY_DEFAULT}"
     return ""

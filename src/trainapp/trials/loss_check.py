@@ -1,4 +1,4 @@
-"""`train.check_loss`: whether the task's loss and metrics are sums over samples, so that a batch can be cut.
+"""`train.check_loss`: whether the task's loss and metrics are sums over samples, so that a batch can be split.
 
 A mean would be divided by the count again, making gradients that many times too small; a loss that compares the samples
 of its batch depends on the micro-batch. Neither shows in a curve.

@@ -101,8 +101,9 @@ def refusal(defect: Defect, comparison: Comparison, mode: Mode) -> str:
                 "Are samples weighted, by their class, say? Then the count is the sum of their weights. If it "
                 "compares or mixes the samples of its batch, or has a term of the whole batch such as a "
                 "mixture's load balance, sum it over samples (a balance per sequence), or declare `whole_batch = True` "
-                "on the task: its batch is then never cut (or give it embed and loss_of_embeddings: docs/extending.md)."
-                " If the model normalises over the batch in evaluation mode, let it use running statistics there. "
+                "on the task: its batch is then never split (or give it embed and loss_of_embeddings: "
+                "docs/extending.md). If the model normalises over the batch in evaluation mode, let it use running "
+                "statistics there. "
                 f"{_IF_MEANT}"
             )
         case DefectKind.COUNT:

@@ -10,7 +10,7 @@ class Reason(Enum):
     # Of the settings, the task or the model: the same on all ranks, and known before any sample is read.
     SWITCHED_OFF = "train.check_loss=false"
     EMBEDDINGS = "an embedding loss compares the samples of the whole step"
-    WHOLE_BATCH = "the task declares whole_batch, its batch is never cut"
+    WHOLE_BATCH = "the task declares whole_batch, its batch is never split"
     RESUMED_STREAM = "a resumed run does not read its stream from the start"
     NO_VALUES = "parameters have no values yet (parallel.fsdp.meta_init)"
 

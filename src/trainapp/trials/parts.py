@@ -64,7 +64,7 @@ def compare_with_parts(
     halves = SplitResults(call(samples.whole), call(samples.first_half), call(samples.second_half))
     if any(sums.drew_outside_torch for sums in halves):
         draw_record.depends["python"] = (
-            "the forward draws from Python's or NumPy's generator: the numbers depend on the cut"
+            "the forward draws from Python's or NumPy's generator: the numbers depend on how the batch is split"
         )
 
     loss = _compare_halves(call, halves)
