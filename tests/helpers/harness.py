@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trainapp.config.schema import Config
 from trainapp.data.loader import Fetcher, Request
-from trainapp.oom.report import Failure
+from trainapp.oom.failure import Failure
 from trainapp.parallel.ranks import Ranks
 from trainapp.run import runner
 from trainapp.run.result import Result

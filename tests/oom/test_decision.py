@@ -3,7 +3,7 @@
 import pytest
 
 from trainapp.oom.decision import RecoveryKind, decide
-from trainapp.oom.report import Failure, Recovery
+from trainapp.oom.failure import Failure
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.training.phase import Phase
 
@@ -29,9 +29,9 @@ NOT_VOTING = TwoRanks(votes_enabled=False)
 
 
 def failed(phase: Phase, lost: tuple[str, ...] = (), informed: bool = False, **facts: object) -> Failure:
-    recovery = Recovery(lost=list(lost), others_are_informed=informed)
     memory = {"requested": None, "used": 0, "limit": 0, "by_category": {}}
-    return Failure(step=1, phase=phase, module="", message="", trace="", recovery=recovery, **memory, **facts)
+    state = {"lost": list(lost), "others_are_informed": informed}
+    return Failure(step=1, phase=phase, module="", message="", trace="", **memory, **state, **facts)
 
 
 @pytest.mark.parametrize("phase", [Phase.DATA, Phase.FORWARD, Phase.CLIP, Phase.COMMITTED, Phase.EVALUATE])

@@ -38,7 +38,7 @@ def test_only_a_first_write_without_a_copy_goes_back(tmp_path, case, step):
     assert differences(recorded.record(), undisturbed(*CASES[case], schedule=((step, 4),))) == []
     was_rebuilt = "restarting from the start" in failure.recovery.action
     assert was_rebuilt == (case.startswith("Teacher") and step == 1)
-    assert bool(failure.recovery.lost) == was_rebuilt
+    assert bool(failure.lost) == was_rebuilt
 
 
 EVALUATING = (*model("CountsInEvaluation"), "every.eval=2", "batch.eval_micro_size=90")
@@ -98,7 +98,7 @@ def test_an_evaluation_that_writes_for_the_first_time_goes_back(tmp_path):
     # In the first micro-batch, after the write.
     recorded = Recorded(tiny(tmp_path, *EVALUATING), Fault("evaluate", 2, 12))
     (failure,) = recorded.failures
-    assert failure.recovery.lost == ["model.total"]
+    assert failure.lost == ["model.total"]
     assert "the forward has written model.total, of which there was no copy" in failure.recovery.action
     assert "restarting from the start and repeating 2 finished steps" in failure.recovery.action
     assert recorded.run.sizes.evaluation.size == 45

@@ -16,7 +16,7 @@ from harness import Recorded
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
 from trainapp.launch import worker
-from trainapp.oom.report import Failure
+from trainapp.oom.failure import Failure
 from trainapp.parallel.ranks import SingleRank
 from trainapp.torch_private import is_shard, outside_dispatch_modes
 from trainapp.training.session import Session

@@ -38,7 +38,7 @@ def assert_recovered(records: list[Record], wanted: list[Record], culprits: list
         assert [failure.step for failure in record.failures] == sorted({fault.step for fault in culprits})
         for failure in record.failures:
             ranks = sorted({fault.rank for fault in culprits if fault.step == failure.step})
-            assert failure.recovery.failed_ranks == ranks
+            assert failure.failed_ranks == ranks
     assert together(records) == together(wanted)
 
 

@@ -37,7 +37,7 @@ def test_one_rank_fails_to_read(cell: Cell, spread, kind, step, between):
         assert [
             (failure.step, failure.recovery.old_size, failure.recovery.new_size) for failure in record.failures
         ] == [(step, 4, 4)]
-        assert record.failures[0].recovery.failed_ranks == [1]
+        assert record.failures[0].failed_ranks == [1]
         assert (record.sizes, record.samples) == (other.sizes, other.samples)
         assert record.losses == other.losses
         assert max(errors(record, other)) == 0

@@ -19,7 +19,7 @@ from torch import nn
 
 from trainapp.config.schema import Config, Target, UpdateSettings
 from trainapp.oom import recovery
-from trainapp.oom.report import Failure
+from trainapp.oom.failure import Failure
 from trainapp.parallel.ranks import Ranks
 from trainapp.state.snapshot import Snapshot
 from trainapp.training.session import Session

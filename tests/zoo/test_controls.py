@@ -65,7 +65,7 @@ def test_other_samples_in_the_retry_fail(tmp_path, monkeypatch):
 
     def next_samples(run, failure, decision):
         run.batches.advance(run.state.progress)
-        change_size(run, failure, decision)
+        return change_size(run, failure, decision)
 
     monkeypatch.setattr(recovery, "change_size", next_samples)
     assert cells.after_an_error("dict", "backward", 2, tmp_path) != []

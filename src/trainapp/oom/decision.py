@@ -7,7 +7,7 @@ again after the rollback, which finds out what it could not restore. `recovery.c
 from enum import Enum
 from typing import NamedTuple
 
-from trainapp.oom.report import Failure
+from trainapp.oom.failure import Failure
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.units import listed
 
@@ -49,7 +49,7 @@ def decide(failure: Failure, ranks: Ranks) -> Decision:
 
     # A forward has written parameters that had no copy, in this rank's own evaluation: the other ranks go on without
     # knowing.
-    lost = failure.recovery.lost
+    lost = failure.lost
     if lost and failure.is_local and ranks.world_size > 1:
         return Decision(RecoveryKind.RESTART, f"the forward has written {listed(lost, most=5)}")
 

@@ -2,7 +2,8 @@
 
 from trainapp.losses import losses
 from trainapp.memory.live_tensors import Category
-from trainapp.oom.report import UPDATE_PHASES, Failure, sizes_of_phase
+from trainapp.oom.failure import UPDATE_PHASES, Failure
+from trainapp.oom.report import sizes_of_phase
 from trainapp.sizes.failures import ErrorKind
 from trainapp.techniques.catalogue import Situation, Technique, available
 from trainapp.training.phase import Phase
@@ -18,11 +19,11 @@ def one_line(failure: Failure) -> str:
         location += f" ({failure.module})"
     if failure.update:
         location += f" of update {failure.update}"
-    recovery = failure.recovery
+    action = failure.recovery.action
     if not failure.is_out_of_memory:
         return (
             f"the model cannot run {_rejected_samples(failure)} at step {failure.step} in {location} "
-            f"({failure.message}): {recovery.action}"
+            f"({failure.message}): {action}"
         )
 
     # What was asked for, what was in use, and what happens now.
@@ -32,8 +33,8 @@ def one_line(failure: Failure) -> str:
     if failure.requested:
         text += f" asking for {bytes_text(failure.requested)}"
     text += f", {bytes_text(failure.used)} of {bytes_text(failure.limit)} in use"
-    if recovery.action:
-        text += f": {recovery.action}"
+    if action:
+        text += f": {action}"
     return text
 
 
@@ -47,24 +48,31 @@ def _rejected_samples(failure: Failure) -> str:
     return "this micro-batch"
 
 
-def final_message(session: Session, failure: Failure) -> str:
-    """Return the message if no micro-batch fits: where the memory went, and which settings need less."""
+def final_message(session: Session, failure: Failure, size: int, is_constant: bool) -> str:
+    """Return the message if no micro-batch fits: where the memory went, and which settings need less.
+
+    Args:
+        session: of the run.
+        failure: the last one.
+        size: of the micro-batch that failed.
+        is_constant: whether fewer samples have asked for the same.
+    """
     size_name = "evaluation micro-batch" if failure.evaluating else "micro-batch"
-    reason = _why_no_smaller(session, failure)
+    reason = _why_no_smaller(session, failure, is_constant)
 
     # Where the memory went, the largest category first.
     lines = [
-        f"out of memory in {failure.location} with {size_name} {failure.recovery.old_size}: {reason}.",
+        f"out of memory in {failure.location} with {size_name} {size}: {reason}.",
         failure.message,
         f"{'limit':<18}{bytes_text(failure.limit):>12}",
     ]
-    by_size = sorted(failure.by_category.items(), key=lambda pair: -pair[1])
-    for category, size in by_size:
-        if size:
-            lines.append(f"{category.label:<18}{bytes_text(size):>12}")
+    by_size = sorted(failure.by_category.items(), key=lambda item: -item[1])
+    for category, in_use in by_size:
+        if in_use:
+            lines.append(f"{category.label:<18}{bytes_text(in_use):>12}")
 
     # What would need less.
-    techniques = _helpful_techniques(session, failure)
+    techniques = _helpful_techniques(session, failure, size)
     if techniques:
         lines.append("Settings that save memory (add mode=plan to the command to see how much):")
     for technique in techniques:
@@ -79,10 +87,9 @@ def final_message(session: Session, failure: Failure) -> str:
     return "\n".join(lines)
 
 
-def _helpful_techniques(session: Session, failure: Failure) -> list[Technique]:
-    """Return the techniques that would need less of what was in memory, or was asked for."""
+def _helpful_techniques(session: Session, failure: Failure, size: int) -> list[Technique]:
+    """Return the techniques that would need less of what was in memory, or was asked for, at a micro-batch size."""
     categories = _categories_involved(failure)
-    size = failure.recovery.old_size
     is_split = not failure.evaluating and session.batches.accumulation(size) > 1
     situation = Situation(session.config, session.state.model, session.engine.knows_loss)
     techniques = []
@@ -115,7 +122,7 @@ def _categories_involved(failure: Failure) -> set[Category]:
     return categories
 
 
-def _why_no_smaller(session: Session, failure: Failure) -> str:
+def _why_no_smaller(session: Session, failure: Failure, is_constant: bool) -> str:
     setting = "batch.eval_micro_size" if failure.evaluating else "batch.global_size"
 
     # No size helps.
@@ -130,7 +137,7 @@ def _why_no_smaller(session: Session, failure: Failure) -> str:
             f"its loss needs the whole batch (whole_batch=True), which is never split; a smaller {setting} helps, and "
             "so does the same loss of embeddings (embed and loss_of_embeddings, docs/extending.md), which may be split"
         )
-    if failure.recovery.is_constant:
+    if is_constant:
         return f"what it asks for does not depend on the micro-batch{_why_split_needs_more(session, failure)}"
 
     # There are no smaller micro-batches.

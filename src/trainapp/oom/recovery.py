@@ -8,6 +8,7 @@ stays, and the next size.
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 import time
@@ -18,8 +19,9 @@ from trainapp.files import OOM_REPORTS
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.picture import Picture
 from trainapp.oom.decision import Decision, RecoveryKind
+from trainapp.oom.failure import NO_RECOVERY, Failure, Recovery
 from trainapp.oom.messages import final_message, one_line
-from trainapp.oom.report import Failure, sizes_of_phase, write
+from trainapp.oom.report import sizes_of_phase, write
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
 from trainapp.sizes.failures import AttemptFailure, ErrorKind, SizeChange
 from trainapp.torch_private import release_failed_backward
@@ -56,7 +58,7 @@ def abort_on_all_ranks(session: Session, failure: Failure) -> None:
     # the PeerOutOfMemory that brings them here (see `parallel.ranks`).
     if failure.must_inform_others:
         session.ranks.vote(True)
-    failure.recovery.others_are_informed = True
+    failure.others_are_informed = True
 
     # From here on all ranks are outside the step, and make the same calls.
     session.ranks.cancel_flag_exchange()
@@ -67,7 +69,7 @@ def _exchange_failures(ranks: Ranks, failure: Failure) -> None:
     """Note which ranks have failed and, on the others, why. Collective: all ranks."""
     kind_here = None if failure.by_peer else failure.kind
     kinds_by_rank = ranks.all_gather_object(kind_here)
-    failure.recovery.failed_ranks = [rank for rank, kind in enumerate(kinds_by_rank) if kind is not None]
+    failure.failed_ranks = [rank for rank, kind in enumerate(kinds_by_rank) if kind is not None]
     if failure.by_peer:
         # Several ranks may have failed, in different ways.
         for kind in (ErrorKind.TOO_FEW_SAMPLES, ErrorKind.SIZE_REJECTED, ErrorKind.OUT_OF_MEMORY):
@@ -88,8 +90,8 @@ def undo_attempt(session: Session, failure: Failure) -> None:
     lost_by_rank = _recovering_ranks(session, failure).all_gather_object(session.snapshot.lost)
     for names in lost_by_rank:
         lost.update(names)
-    failure.recovery.lost = sorted(lost)
-    session.snapshot.add_written(failure.recovery.lost)  # copied from now on
+    failure.lost = sorted(lost)
+    session.snapshot.add_written(failure.lost)  # copied from now on
 
 
 def _recovering_ranks(session: Session, failure: Failure) -> Ranks:
@@ -97,33 +99,30 @@ def _recovering_ranks(session: Session, failure: Failure) -> Ranks:
     return SingleRank() if failure.is_local else session.ranks
 
 
-def change_size(session: Session, failure: Failure, decision: Decision) -> None:
+def change_size(session: Session, failure: Failure, decision: Decision) -> Recovery:
     """Choose the size of the next attempt. Raises OutOfMemory if no other one can help.
 
     Work without a size is retried unchanged, once per step. Collective: the recovering ranks.
     """
     sizes = sizes_of_phase(session, failure.phase)
-    recovery = failure.recovery
-    recovery.old_size = sizes.current_size
-    recovery.new_size = sizes.current_size
+    size = sizes.current_size
 
     # Where no smaller size can help, free memory may: retry once.
     if _keeps_size(session, failure, decision):
-        recovery.action = f"retrying with micro-batch {recovery.old_size}, after freeing unused memory"
-        return
+        return Recovery(size, size, f"retrying with micro-batch {size}, after freeing unused memory")
 
     # Otherwise the search, the same on all ranks, has the next size, or none.
     ranks = _recovering_ranks(session, failure)
     change = sizes.record_failure(ranks, not failure.by_peer, _attempt_failure(failure))
-    recovery.is_constant = sizes.stored_or_new_search(sizes.current.bucket).must_try_smallest
+    is_constant = sizes.stored_or_new_search(sizes.current.bucket).must_try_smallest
     if change is None:
-        raise OutOfMemory(final_message(session, failure))
-    _note_change(failure, change)
-    recovery.action = _change_text(failure)
+        raise OutOfMemory(final_message(session, failure, size, is_constant))
     if failure.kind is ErrorKind.TOO_FEW_SAMPLES:
         session.recovery.too_few_error = ""
         if not failure.by_peer:
             session.recovery.too_few_error = f" ({failure.message})"
+    action = _change_text(failure, change, is_constant)
+    return Recovery(change.old, change.new, action, change.fewest_samples, is_constant)
 
 
 def _keeps_size(session: Session, failure: Failure, decision: Decision) -> bool:
@@ -149,35 +148,28 @@ def _attempt_failure(failure: Failure) -> AttemptFailure:
     return AttemptFailure(failure.kind, failure.samples, failure.failed_allocation)
 
 
-def _note_change(failure: Failure, change: SizeChange) -> None:
-    failure.recovery.old_size = change.old
-    failure.recovery.new_size = change.new
-    failure.recovery.fewest_samples = change.fewest_samples
-
-
-def _change_text(failure: Failure) -> str:
-    recovery = failure.recovery
+def _change_text(failure: Failure, change: SizeChange, is_constant: bool) -> str:
     if failure.kind is ErrorKind.TOO_FEW_SAMPLES:
         return (
-            f"from now on every micro-batch of this shape has at least {recovery.fewest_samples} samples; retrying the "
-            f"step with micro-batch {recovery.new_size}"
+            f"from now on every micro-batch of this shape has at least {change.fewest_samples} samples; retrying the "
+            f"step with micro-batch {change.new}"
         )
     if failure.kind is ErrorKind.SIZE_REJECTED:
-        return f"going back to micro-batch {recovery.new_size}, which has run; no larger one is tried for this shape"
+        return f"going back to micro-batch {change.new}, which has run; no larger one is tried for this shape"
     size_name = "evaluation micro-batch" if failure.evaluating else "micro-batch"
-    text = f"{size_name} {recovery.old_size} -> {recovery.new_size}, retrying the step"
-    if recovery.is_constant:
+    text = f"{size_name} {change.old} -> {change.new}, retrying the step"
+    if is_constant:
         text += " (the request did not shrink with fewer samples)"
     return text
 
 
 def report(session: Session, failure: Failure) -> None:
     """Report the error on the terminal at once, in oom/ of the run directory, and in the trackers."""
-    failure.recovery.seconds_lost = time.monotonic() - session.attempt.started
+    failure.seconds_lost = time.monotonic() - session.attempt.started
 
     # One line on the terminal.
     if failure.by_peer:
-        failed_ranks = listed(map(str, failure.recovery.failed_ranks))
+        failed_ranks = listed(map(str, failure.failed_ranks))
         reason = "ran out of memory" if failure.is_out_of_memory else "cannot run this number of samples"
         log.warning("rank %s %s at step %d: %s", failed_ranks, reason, failure.step, failure.recovery.action)
         return
@@ -229,10 +221,11 @@ def _leave_for_restart(session: Session, failure: Failure, reason: str) -> NoRet
     if change is None:
         error_type = OutOfMemory if failure.is_out_of_memory else TrainingStopped
         raise error_type(f"{one_line(failure)}: no smaller micro-batch can fit")
-    _note_change(failure, change)
-    failure.recovery.action = (
-        f"not recoverable in place ({reason}): all ranks restart from the last checkpoint with {_restart_size(failure)}"
+    action = (
+        f"not recoverable in place ({reason}): all ranks restart from the last checkpoint with "
+        f"{_restart_size(failure, change)}"
     )
+    failure.recovery = Recovery(change.old, change.new, action, change.fewest_samples)
     log.warning("rank %d: %s", session.ranks.rank, one_line(failure))
 
     # Leave it to them in a file, and end at once: other ranks wait in collectives.
@@ -245,16 +238,15 @@ def _leave_for_restart(session: Session, failure: Failure, reason: str) -> NoRet
     os._exit(OUT_OF_MEMORY_EXIT)
 
 
-def _restart_size(failure: Failure) -> str:
-    recovery = failure.recovery
+def _restart_size(failure: Failure, change: SizeChange) -> str:
     if failure.kind is ErrorKind.TOO_FEW_SAMPLES:
-        return f"at least {recovery.fewest_samples} samples in every micro-batch of this shape"
-    return f"micro-batch {recovery.new_size} instead of {recovery.old_size}"
+        return f"at least {change.fewest_samples} samples in every micro-batch of this shape"
+    return f"micro-batch {change.new} instead of {change.old}"
 
 
 def _stop_without_restart(session: Session, failure: Failure, reason: str) -> NoReturn:
     """Raise TrainingStopped for a single process, which no launcher restarts."""
-    failure.recovery.action = reason
+    failure.recovery = dataclasses.replace(NO_RECOVERY, action=reason)
     with contextlib.suppress(OSError):
         write(session, failure)
     error_type = OutOfMemory if failure.is_out_of_memory else TrainingStopped

@@ -1,7 +1,7 @@
 """The report of an out-of-memory error: where it happened and what filled the memory."""
 
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -11,126 +11,18 @@ from trainapp.files import OOM_REPORTS, strict_json
 from trainapp.memory.detection import broken_part, requested_bytes
 from trainapp.memory.live_tensors import Category
 from trainapp.memory.static import optimizer_tensors, size_of
+from trainapp.oom.failure import RESIDENT, Failure
 from trainapp.parallel.ranks import PeerOutOfMemory
 from trainapp.parallel.strategy import TaskModule
 from trainapp.sizes.failures import ErrorKind
 from trainapp.sizes.micro_batches import MicroBatchSizes
-from trainapp.sizes.search import FailedAllocation
 from trainapp.training.memory_watch import SwallowedOutOfMemory
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
 
-# What is in memory before a micro-batch, whatever its size.
-RESIDENT = (
-    Category.PARAMETERS,
-    Category.OPTIMIZER_STATE,
-    Category.BUFFERS,
-    Category.WEIGHT_AVERAGE,
-    Category.GRADIENTS,
-    Category.COMMUNICATION_BUFFERS,
-)
-
-UPDATE_PHASES = (Phase.GRADIENTS, Phase.UNSCALE, Phase.CLIP, Phase.COMMIT)  # no micro-batch is in memory
-
 # Keys in files that differ from the fields' names; and fields that are not in files.
 FILE_KEYS = {"is_local": "alone", "failed_ranks": "culprits"}
 NOT_IN_FILES = ("events", "categories", "recovery", "kind", "others_are_informed", "fewest_samples")
-
-
-@dataclass
-class Recovery:
-    """What recovery has found out about a failure, and its answer."""
-
-    others_are_informed: bool = False  # whether all ranks have left the step, after a vote
-    failed_ranks: list[int] = field(default_factory=list)  # empty if no other rank was informed
-    lost: list[str] = field(default_factory=list)  # parameters written by a forward without having a copy
-    old_size: int = 0  # the largest micro-batch of the failed attempt
-    new_size: int = 0  # that of the next attempt
-    fewest_samples: int = 0  # of every micro-batch from now on, after an error for too few; 0 after any other
-    is_constant: bool = False  # whether fewer samples have asked for the same
-    action: str = ""  # the answer in words
-    seconds_lost: float = 0.0  # by the attempt and its recovery
-
-
-@dataclass
-class Failure:
-    """A failed attempt at a step, as `describe` sees it while the error is handled. Sizes are bytes.
-
-    Plain values only: the error and its frames would keep every tensor of the failed step alive.
-    """
-
-    # Where it failed, and what was in memory.
-    step: int
-    phase: Phase
-    module: str
-    message: str
-    requested: int | None
-    used: int
-    limit: int
-    by_category: dict[Category, int]
-    trace: str
-    rank: int = 0
-
-    # Which ranks it concerns.
-    is_local: bool = False  # whether no other rank waits for this one, so that none needs to be informed
-    by_peer: bool = False  # another rank has failed, not this one
-
-    # What kind of error, and its circumstances.
-    kind: ErrorKind = ErrorKind.OUT_OF_MEMORY  # of a peer's error, too, once the ranks have exchanged it
-    host: bool = False  # the host ran out, not a device or `memory.limit`
-    swallowed: bool = False  # the caller caught the error
-    update: str = ""  # name of the step's update; empty if it has only one, and between steps
-    resident: Category | None = None  # what exceeded the limit before any micro-batch, by itself
-    accumulates: bool = False  # whether gradients of earlier micro-batches were in memory
-    samples: int = 0  # in the current micro-batch
-    elements: int = 0  # in the current micro-batch; 0 if unknown
-    broken: str | None = None  # what the error has broken for the rest of this process
-
-    recovery: Recovery = field(default_factory=Recovery)
-
-    # For a picture.
-    events: list[tuple[int, int]] = field(default_factory=list, repr=False)
-    categories: dict[int, Category] = field(default_factory=dict, repr=False)  # by storage number
-
-    @property
-    def location(self) -> str:
-        """What asked for memory: a phase, or a category that is there before any."""
-        return self.resident.label if self.resident else str(self.phase)
-
-    @property
-    def failed_allocation(self) -> FailedAllocation | None:
-        """What was asked for, for the search."""
-        is_size_independent = self.resident is not None or not self.phase.depends_on_size
-        if self.requested is None and not is_size_independent:
-            return None
-        location = f"{self.phase} {self.module}"
-        if self.accumulates:
-            location += " with gradients"
-        return FailedAllocation(
-            location,
-            self.samples,
-            self.elements,
-            self.requested or 0,
-            self.used,
-            self.limit,
-            is_size_independent,
-            is_optimizer_update=self.phase in UPDATE_PHASES,
-        )
-
-    @property
-    def is_out_of_memory(self) -> bool:
-        """Whether memory ran out."""
-        return self.kind is ErrorKind.OUT_OF_MEMORY
-
-    @property
-    def must_inform_others(self) -> bool:
-        """Whether other ranks are in the step and do not know yet that this one has left it."""
-        return not (self.is_local or self.by_peer or self.recovery.others_are_informed)
-
-    @property
-    def evaluating(self) -> bool:
-        """Whether it happened in evaluation, which has its own micro-batch size."""
-        return self.phase is Phase.EVALUATE
 
 
 def sizes_of_phase(session: Session, phase: Phase) -> MicroBatchSizes:

@@ -6,7 +6,7 @@ from trainapp.checkpoint.manifest import read_manifest
 from trainapp.memory import host
 from trainapp.oom import recovery
 from trainapp.oom.decision import Decision, RecoveryKind, decide
-from trainapp.oom.report import Failure
+from trainapp.oom.failure import Failure
 from trainapp.parallel.ranks import answered_by_rank_zero
 from trainapp.run import directory, resume
 from trainapp.run.prepare import SessionStart
@@ -42,7 +42,7 @@ def recover(session: Session, failure: Failure) -> SessionStart | None:
     # Try again with another size, from before the step or from a checkpoint.
     if decision.kind is RecoveryKind.FROM_CHECKPOINT:
         return _restart(session, failure, decision)
-    recovery.change_size(session, failure, decision)
+    failure.recovery = recovery.change_size(session, failure, decision)
     recovery.report(session, failure)
     return None
 
@@ -78,12 +78,13 @@ def _restart(session: Session, failure: Failure, decision: Decision) -> SessionS
         resumed = str(checkpoint)
 
     # The size to start with.
-    recovery.change_size(session, failure, decision)
+    change = recovery.change_size(session, failure, decision)
     repeated = session.state.progress.step - checkpoint_step
-    failure.recovery.action = (
+    action = (
         f"{decision.reason}; restarting from {origin_text} and repeating {repeated} finished steps, with "
-        f"micro-batch {failure.recovery.old_size} -> {failure.recovery.new_size}"
+        f"micro-batch {change.old_size} -> {change.new_size}"
     )
+    failure.recovery = dataclasses.replace(change, action=action)
     recovery.report(session, failure)
     sizes = session.sizes.state_dict()
     if not failure.evaluating:  # sizes of evaluations are then those of the checkpoint

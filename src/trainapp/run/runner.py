@@ -19,7 +19,8 @@ from trainapp.memory import host
 from trainapp.oom import recovery
 from trainapp.oom.building import explain_out_of_memory
 from trainapp.oom.error_kinds import recoverable_kind
-from trainapp.oom.report import Failure, describe
+from trainapp.oom.failure import Failure
+from trainapp.oom.report import describe
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.run import recipe, recipe_text, resume
 from trainapp.run.prepare import SessionStart, prepare
