@@ -1,5 +1,6 @@
 """Lists, dicts and sets that modules and tasks hold, and objects without a state dict: restored with the step."""
 
+import dataclasses
 from collections import OrderedDict, defaultdict, deque
 
 import numpy as np
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 from trainapp.state import held
+from trainapp.state.attributes import Attributes
+from trainapp.state.contents import Contents
 from trainapp.state.snapshot import Snapshot
 from trainapp.state.stateful import Stateful
 
@@ -37,6 +40,46 @@ class Pool:
     def facts(self):
         values = vars(self) | {"table": self.table.tolist(), "weights": self.weights.tolist(), "order": [*self.order]}
         return repr(values)
+
+
+class Slots:
+    """A base without `__dict__`."""
+
+    __slots__ = ("__weakref__", "empty", "rows", "total")
+
+    def __init__(self):
+        self.rows, self.total = [], 0
+
+    def push(self, value):
+        self.rows.append(value)
+        self.total += 1
+        self.empty = value
+
+    def facts(self):
+        return self.rows[:], self.total, hasattr(self, "empty"), dict(getattr(self, "__dict__", {}))
+
+
+class SlotsAndDict(Slots):
+    """It adds one, which is empty at first."""
+
+    def push(self, value):
+        super().push(value)
+        self.late = value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    """A frozen dataclass, which a task changes nevertheless."""
+
+    rows: list = dataclasses.field(default_factory=list)
+    total: int = 0
+
+    def push(self, value):
+        self.rows.append(value)
+        object.__setattr__(self, "total", self.total + 1)
+
+    def facts(self):
+        return self.rows[:], self.total
 
 
 class Task:
@@ -73,6 +116,37 @@ def test_contents_are_restored_in_place_and_anew_in_each_step(verified):
         task.pushed(value)
         snapshot.record_step_writes()
     assert len(pools[0].rows) == 7
+
+
+@pytest.mark.parametrize("verified", [0, 2])
+@pytest.mark.parametrize("kind", [Slots, SlotsAndDict, Frozen])
+def test_attributes_in_slots_are_restored(kind, verified):
+    task, model = kind(), nn.Linear(1, 1)
+    model.__class__ = type("Own", (nn.Linear,), {"__module__": "own"})
+    model.pool = kind()
+    stateful = Stateful(model=model, task=task)
+    snapshot = Snapshot.of(stateful, verified)
+    contents = Contents(task, model)
+    before = task.facts()
+    snapshot.take()
+    for pool in (task, model.pool):
+        pool.push(1)
+    if verified:
+        assert {"task.rows", "task.total", "model.pool.rows", "model.pool.total"} <= set(snapshot.changed())
+    snapshot.restore()
+    assert (task.facts(), model.pool.facts()) == (before, before)
+    task.push(1)
+    contents.restore()
+    assert task.facts() == before
+
+
+def test_what_a_checkpoint_lacks_is_named_in_slots_too():
+    model = nn.Linear(1, 1)
+    model.__class__ = type("Own", (nn.Linear,), {"__module__": "own"})
+    model.pool = Slots()
+    attributes = Attributes(Stateful(model=model))
+    model.pool.push(1)
+    assert attributes.changed() == ["pool.empty", "pool.rows", "pool.total"]
 
 
 def test_what_a_step_adds_or_replaces_is_found_in_the_next():

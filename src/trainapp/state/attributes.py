@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.state.checksum import checksum
+from trainapp.state.slots import attributes_of, has_attributes
 from trainapp.state.stateful import Stateful, has_extra_state, memory_of
 from trainapp.state.walk import (
     DEPTH,
@@ -124,7 +125,7 @@ def _attributes_to_compare(holder: Any) -> dict[str, Any]:
     of one that saves an extra state.
     """
     if not isinstance(holder, nn.Module):
-        return dict(vars(holder))
+        return dict(attributes_of(holder))
     if type(holder).__module__.startswith(LIBRARIES) or has_extra_state(holder):
         return {}
     return attributes_of_module(holder)
@@ -137,7 +138,7 @@ def _is_plain_object(value: Any) -> bool:
     if isinstance(value, (nn.Module, Tensor, type, *CONTAINERS)) or hasattr(value, "__getitem__"):
         return False
     is_of_user = type(value).__module__.partition(".")[0] not in FOREIGN_PACKAGES or isinstance(value, NAMESPACES)
-    return is_of_user and isinstance(getattr(value, "__dict__", None), dict) and not has_state_dict(value)
+    return is_of_user and has_attributes(value) and not has_state_dict(value)
 
 
 def fingerprint(value: Any, registered: Collection[int] = (), depth: int = 0) -> Any:

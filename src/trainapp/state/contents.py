@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.state.checksum import checksum
+from trainapp.state.slots import attributes_of, has_attributes
 from trainapp.state.stateful import can_be_restored
 from trainapp.state.walk import Member, global_names, held_members, is_foreign, walk
 
@@ -73,7 +74,7 @@ class Contents:
         elif isinstance(value, type):
             self._records.append(_ClassAttributes(value))
         elif is_users_object(value):
-            self._records.append(Refill(member.name, vars(value)))
+            self._records.append(Refill(member.name, attributes_of(value)))
 
     def _record_values(self, member: Member, size: int) -> None:
         """Copy a tensor or an array, if it can be filled and all copies together stay small."""
@@ -263,4 +264,4 @@ def is_users_object(value: Any) -> bool:
     """Return whether the value is an object of the user's that has attributes, and neither a module nor a function."""
     if isinstance(value, (nn.Module, types.FunctionType, type, *CONTAINERS)) or is_foreign(value):
         return False
-    return isinstance(getattr(value, "__dict__", None), dict)
+    return has_attributes(value)

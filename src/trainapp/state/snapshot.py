@@ -41,6 +41,7 @@ from trainapp.state.changes import changed_names, container_fingerprints, has_me
 from trainapp.state.checksum import checksum
 from trainapp.state.contents import Refill
 from trainapp.state.plain_values import is_plain, is_restorable, restorable_tensors
+from trainapp.state.slots import Attributes, attributes_of
 from trainapp.state.stand_ins import with_stand_ins
 from trainapp.state.stateful import Owner, Stateful, memory_of
 from trainapp.state.structure import REGISTRIES, ModulesKey, Structure, find_shards
@@ -239,7 +240,7 @@ class Snapshot:
         """Return the modules in attributes of objects that were not there when these were built, by name."""
         modules = {}
         for name, value in self._objects.items():
-            for attribute, module in vars(value).items():
+            for attribute, module in attributes_of(value).items():
                 if isinstance(module, nn.Module) and id(module) not in self._built_modules:
                     modules[f"{name}.{attribute}"] = module
         return modules
@@ -501,10 +502,10 @@ class Snapshot:
 
         # Attributes of objects, except those of other kinds, which were not recorded.
         of_objects = references.attributes[module_count:]
-        for attributes, before in zip(structure.objects, of_objects, strict=True):
-            plain = _plain_attributes(attributes)
-            not_recorded = {name: value for name, value in attributes.items() if name not in plain}
-            _refill(attributes, not_recorded | before)
+        for of_object, before in zip(structure.objects, of_objects, strict=True):
+            plain = _plain_attributes(of_object)
+            not_recorded = {name: value for name, value in of_object.items() if name not in plain}
+            _refill(of_object, not_recorded | before)
 
         for container in references.containers:
             if not container.is_unchanged():
@@ -614,7 +615,7 @@ def _restore_tensor(tensor: Tensor, copy: Tensor) -> None:
         tensor.data = copy.clone()
 
 
-def _refill(values: dict[str, Any], before: dict[str, Any]) -> None:
+def _refill(values: Attributes, before: dict[str, Any]) -> None:
     """Refill a dictionary with the same objects as before, in the same order."""
     if values.keys() != before.keys() or any(before[name] is not value for name, value in values.items()):
         values.clear()
@@ -626,7 +627,7 @@ def _is_of_data(name: str) -> bool:
     return root_name.endswith("data")
 
 
-def _plain_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
+def _plain_attributes(attributes: Attributes) -> dict[str, Any]:
     """Return the plain values, tensors, arrays and modules among an object's attributes, the user's objects, and
     containers of all but modules; an embedding loss may keep others.
     """

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainapp.rng import generator_state, is_generator, set_generator_state
+from trainapp.state.slots import has_attributes
 from trainapp.state.walk import Member, has_state_dict, held_members, moves_at_commit, owns_state, walk
 from trainapp.torch_private import tree_map
 
@@ -81,7 +82,7 @@ class Stateful:
         """Return the tasks with attributes that are no modules, by name."""
         tasks = {}
         for name, root in self.roots.items():
-            if name.endswith("task") and hasattr(root, "__dict__") and not isinstance(root, nn.Module):
+            if name.endswith("task") and has_attributes(root) and not isinstance(root, nn.Module):
                 tasks[name] = root
         return tasks
 

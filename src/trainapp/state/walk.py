@@ -21,6 +21,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from trainapp.rng import is_generator
+from trainapp.state.slots import attributes_of
 from trainapp.torch_private import MODULE_ATTRIBUTES
 
 DEPTH = 5  # levels of attributes; a data set's transform may own a generator
@@ -140,7 +141,7 @@ def held_members(member: Member) -> Iterator[Member]:
     elif not isinstance(value, (type, types.ModuleType)):
         module_name = type(value).__module__
         if module_name.partition(".")[0] not in FOREIGN or module_name.startswith(OPEN):
-            for name, attribute in list(getattr(value, "__dict__", {}).items()):
+            for name, attribute in list(attributes_of(value).items()):
                 yield member.child(name, attribute)
 
 
