@@ -4,6 +4,7 @@ import dataclasses
 from collections import OrderedDict, defaultdict, deque
 
 import numpy as np
+import own_counters
 import pytest
 import torch
 from torch import nn
@@ -126,7 +127,7 @@ def test_attributes_in_slots_are_restored(kind, verified):
     model.pool = kind()
     stateful = Stateful(model=model, task=task)
     snapshot = Snapshot.of(stateful, verified)
-    contents = Contents(task, model)
+    contents = Contents(task=task, model=model)
     before = task.facts()
     snapshot.take()
     for pool in (task, model.pool):
@@ -167,6 +168,57 @@ def test_nothing_is_looked_at_twice_where_nothing_is_held():
     model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
     objects = held.HeldObjects({"model": model}, {})
     assert (objects.containers, objects.attributes) == ({}, {})
+
+
+CALLS, SHAPE, ROWS = 0, None, []
+
+
+class Counts(nn.Linear):
+    """A model that counts in global variables, in another module and in its class."""
+
+    calls = 0
+
+    def forward(self, inputs):
+        global CALLS, SHAPE
+        CALLS += 1
+        SHAPE = (*inputs.shape,)
+        own_counters.CALLS += 1
+        Counts.calls += 1
+        ROWS.append(1)
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize("verified", [0, 2])
+def test_plain_global_variables_are_restored(verified):
+    def counts():
+        return CALLS, SHAPE, own_counters.CALLS, Counts.calls
+
+    ROWS[:] = []
+    model = Counts(1, 1)
+    snapshot = Snapshot.of(Stateful(model=model), verified)
+    for _ in range(3):
+        snapshot.take()
+        before = counts()
+        for _ in range(2):
+            model(torch.zeros(2, 1))
+            snapshot.restore()
+            assert counts() == before
+        model(torch.zeros(2, 1))
+        if verified:
+            snapshot.record_step_writes()
+        assert counts() != before
+    assert len(ROWS) == 9  # what is in a global list stays
+
+
+def test_iterators_that_the_first_steps_advance_are_named():
+    task = Task(Pool())
+    task.rows, task.pair, task.unused = (i for i in range(9)), [iter([1, 2])], iter([1])
+    snapshot = Snapshot.of(Stateful(task=task))
+    snapshot.take()
+    next(task.rows), next(task.pair[0])
+    task.pushed(1)
+    snapshot.record_step_writes()
+    assert snapshot.advanced_iterators() == ["task.pair", "task.rows"]
 
 
 def test_what_the_first_steps_change_is_named():

@@ -4,6 +4,8 @@ Values are compared by fingerprints, which hold no tensor: a checkpoint is saved
 """
 
 import hashlib
+import types
+import warnings
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -24,6 +26,7 @@ from trainapp.state.walk import (
     Member,
     attributes_of_module,
     has_state_dict,
+    is_iterator,
     joined,
     walk,
 )
@@ -77,7 +80,7 @@ class Attributes:
         for name, attributes in self._holders():
             for attribute, value in attributes.items():
                 is_built = isinstance(value, nn.Module) and value in built_modules
-                if isinstance(value, kinds) and not is_built:
+                if (isinstance(value, kinds) or is_iterator(value)) and not is_built:
                     fingerprints[joined(name, attribute)] = fingerprint(value, storages)
         return fingerprints
 
@@ -142,8 +145,9 @@ def _is_plain_object(value: Any) -> bool:
 
 
 def fingerprint(value: Any, registered: Collection[int] = (), depth: int = 0) -> Any:
-    """Return what stands for a value: equal for equal plain values, arrays and tensors, also in containers; other
-    objects are distinguished by their class only. `RESULT` if any tensor in it has a graph.
+    """Return what stands for a value: equal for equal plain values, arrays and tensors, also in containers, and for
+    iterators at the same position; other objects are distinguished by their class only. `RESULT` if any tensor in it
+    has a graph.
 
     Args:
         value: the value of an attribute.
@@ -163,6 +167,9 @@ def fingerprint(value: Any, registered: Collection[int] = (), depth: int = 0) ->
     if isinstance(value, (set, frozenset)):
         return kind, len(value), {item for item in value if isinstance(item, _PLAIN)}
 
+    if is_iterator(value):
+        return kind, _position(value, registered, depth + 1)
+
     # Other objects, and those that restore themselves: by their class.
     if not isinstance(value, CONTAINERS) or has_state_dict(value):
         return kind
@@ -177,6 +184,34 @@ def fingerprint(value: Any, registered: Collection[int] = (), depth: int = 0) ->
     if RESULT in parts:
         return RESULT
     return kind, parts
+
+
+def has_iterators(value: Any) -> bool:
+    """Return whether the value is an iterator, or a container that has one among its items."""
+    if not isinstance(value, CONTAINERS):
+        return is_iterator(value)
+    return any(map(is_iterator, value.values() if isinstance(value, dict) else value))
+
+
+def _position(iterator: Any, registered: Collection[int], depth: int) -> Any:
+    """Return what stands for an iterator's position, without moving it; None where it cannot be seen."""
+    if depth >= DEPTH:
+        return None
+    if isinstance(iterator, types.GeneratorType):
+        frame = iterator.gi_frame
+        if frame is None:  # finished
+            return None
+        inner = fingerprint(iterator.gi_yieldfrom, registered, depth)
+        return frame.f_lasti, inner, fingerprint(frame.f_locals, registered, depth)
+    if type(iterator).__module__ in ("builtins", "itertools"):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, since Python 3.12
+                parts = iterator.__reduce__()[1:]
+        except TypeError:  # itertools, from Python 3.14 on: of `count`, its text has the position
+            return repr(iterator)
+        return fingerprint(parts, registered, depth)
+    return getattr(iterator, "_num_yielded", None)  # of a data loader's iterator
 
 
 @torch.no_grad()

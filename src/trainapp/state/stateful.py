@@ -81,10 +81,14 @@ class Stateful:
     def plain_tasks(self) -> dict[str, Any]:
         """Return the tasks with attributes that are no modules, by name."""
         tasks = {}
-        for name, root in self.roots.items():
-            if name.endswith("task") and has_attributes(root) and not isinstance(root, nn.Module):
-                tasks[name] = root
+        for name, task in self.tasks().items():
+            if has_attributes(task) and not isinstance(task, nn.Module):
+                tasks[name] = task
         return tasks
+
+    def tasks(self) -> dict[str, Any]:
+        """Return all tasks, by name."""
+        return {name: root for name, root in self.roots.items() if name.endswith("task")}
 
     def left_out(self) -> list[str]:
         """Return the names of tensors that forwards have registered in modules outside of the model, such as those of a
