@@ -90,6 +90,13 @@ class Stateful:
         """Return all tasks, by name."""
         return {name: root for name, root in self.roots.items() if name.endswith("task")}
 
+    def modules_of_forwards(self) -> list[nn.Module]:
+        """Return the modules outside of the model that are called with batches: all but those of data sets alone, which
+        are called with samples.
+        """
+        roots = {name: root for name, root in self.roots.items() if _kind(name) != "data"}
+        return list(Stateful(**roots).modules.values())
+
     def left_out(self) -> list[str]:
         """Return the names of tensors that forwards have registered in modules outside of the model, such as those of a
         teacher that a task makes in its first call: a new module would not take them.
