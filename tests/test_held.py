@@ -1,13 +1,17 @@
 """Lists, dicts and sets that modules and tasks hold, and objects without a state dict: restored with the step."""
 
+import dataclasses
 from collections import OrderedDict, defaultdict, deque
 
 import numpy as np
+import own_counters
 import pytest
 import torch
 from torch import nn
 
 from trainapp.state import held
+from trainapp.state.attributes import Attributes
+from trainapp.state.contents import Contents
 from trainapp.state.snapshot import Snapshot
 from trainapp.state.stateful import Stateful
 
@@ -37,6 +41,46 @@ class Pool:
     def facts(self):
         values = vars(self) | {"table": self.table.tolist(), "weights": self.weights.tolist(), "order": [*self.order]}
         return repr(values)
+
+
+class Slots:
+    """A base without `__dict__`."""
+
+    __slots__ = ("__weakref__", "empty", "rows", "total")
+
+    def __init__(self):
+        self.rows, self.total = [], 0
+
+    def push(self, value):
+        self.rows.append(value)
+        self.total += 1
+        self.empty = value
+
+    def facts(self):
+        return self.rows[:], self.total, hasattr(self, "empty"), dict(getattr(self, "__dict__", {}))
+
+
+class SlotsAndDict(Slots):
+    """It adds one, which is empty at first."""
+
+    def push(self, value):
+        super().push(value)
+        self.late = value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    """A frozen dataclass, which a task changes nevertheless."""
+
+    rows: list = dataclasses.field(default_factory=list)
+    total: int = 0
+
+    def push(self, value):
+        self.rows.append(value)
+        object.__setattr__(self, "total", self.total + 1)
+
+    def facts(self):
+        return self.rows[:], self.total
 
 
 class Task:
@@ -75,6 +119,37 @@ def test_contents_are_restored_in_place_and_anew_in_each_step(verified):
     assert len(pools[0].rows) == 7
 
 
+@pytest.mark.parametrize("verified", [0, 2])
+@pytest.mark.parametrize("kind", [Slots, SlotsAndDict, Frozen])
+def test_attributes_in_slots_are_restored(kind, verified):
+    task, model = kind(), nn.Linear(1, 1)
+    model.__class__ = type("Own", (nn.Linear,), {"__module__": "own"})
+    model.pool = kind()
+    stateful = Stateful(model=model, task=task)
+    snapshot = Snapshot.of(stateful, verified)
+    contents = Contents(task=task, model=model)
+    before = task.facts()
+    snapshot.take()
+    for pool in (task, model.pool):
+        pool.push(1)
+    if verified:
+        assert {"task.rows", "task.total", "model.pool.rows", "model.pool.total"} <= set(snapshot.changed())
+    snapshot.restore()
+    assert (task.facts(), model.pool.facts()) == (before, before)
+    task.push(1)
+    contents.restore()
+    assert task.facts() == before
+
+
+def test_what_a_checkpoint_lacks_is_named_in_slots_too():
+    model = nn.Linear(1, 1)
+    model.__class__ = type("Own", (nn.Linear,), {"__module__": "own"})
+    model.pool = Slots()
+    attributes = Attributes(Stateful(model=model))
+    model.pool.push(1)
+    assert attributes.changed() == ["pool.empty", "pool.rows", "pool.total"]
+
+
 def test_what_a_step_adds_or_replaces_is_found_in_the_next():
     task = Task(Pool())
     snapshot = Snapshot.of(Stateful(task=task), verified=0)
@@ -93,6 +168,57 @@ def test_nothing_is_looked_at_twice_where_nothing_is_held():
     model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
     objects = held.HeldObjects({"model": model}, {})
     assert (objects.containers, objects.attributes) == ({}, {})
+
+
+CALLS, SHAPE, ROWS = 0, None, []
+
+
+class Counts(nn.Linear):
+    """A model that counts in global variables, in another module and in its class."""
+
+    calls = 0
+
+    def forward(self, inputs):
+        global CALLS, SHAPE
+        CALLS += 1
+        SHAPE = (*inputs.shape,)
+        own_counters.CALLS += 1
+        Counts.calls += 1
+        ROWS.append(1)
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize("verified", [0, 2])
+def test_plain_global_variables_are_restored(verified):
+    def counts():
+        return CALLS, SHAPE, own_counters.CALLS, Counts.calls
+
+    ROWS[:] = []
+    model = Counts(1, 1)
+    snapshot = Snapshot.of(Stateful(model=model), verified)
+    for _ in range(3):
+        snapshot.take()
+        before = counts()
+        for _ in range(2):
+            model(torch.zeros(2, 1))
+            snapshot.restore()
+            assert counts() == before
+        model(torch.zeros(2, 1))
+        if verified:
+            snapshot.record_step_writes()
+        assert counts() != before
+    assert len(ROWS) == 9  # what is in a global list stays
+
+
+def test_iterators_that_the_first_steps_advance_are_named():
+    task = Task(Pool())
+    task.rows, task.pair, task.unused = (i for i in range(9)), [iter([1, 2])], iter([1])
+    snapshot = Snapshot.of(Stateful(task=task))
+    snapshot.take()
+    next(task.rows), next(task.pair[0])
+    task.pushed(1)
+    snapshot.record_step_writes()
+    assert snapshot.advanced_iterators() == ["task.pair", "task.rows"]
 
 
 def test_what_the_first_steps_change_is_named():

@@ -2,11 +2,15 @@
 
 import argparse
 import collections
+import itertools
+import sys
 import types
 from typing import ClassVar
 
 import numpy as np
+import own_counters
 import torch
+from torch.utils.data import DataLoader
 
 from trainapp.state.contents import Contents
 
@@ -51,7 +55,7 @@ def test_everything_is_put_back_in_place():
     task = Task()
     buffer = task.buffer
     first = buffer.data[0]
-    contents = Contents(task)
+    contents = Contents(task=task)
     for _ in range(2):  # restored any number of times
         task(3)
         assert (COUNT, QUEUE, buffer.pushed) == (1, [3], 1)
@@ -70,7 +74,7 @@ def test_functions_that_a_function_calls_are_followed():
         task(value)
 
     task = Task()
-    contents = Contents(loss)
+    contents = Contents(task=loss)
     loss(5)
     contents.restore()
     assert (COUNT, QUEUE, task.buffer.pushed) == (0, [], 0)
@@ -81,7 +85,7 @@ def test_what_is_reached_only_as_a_global_variable_is_named():
         task(value)
 
     task = Task()
-    contents = Contents(loss)
+    contents = Contents(task=loss)
     contents.restore()
     assert contents.written_globals == set()
     loss(5)
@@ -89,6 +93,58 @@ def test_what_is_reached_only_as_a_global_variable_is_named():
     assert contents.written_globals == {
         f"the global variable test_trial_contents.{name}" for name in ("COUNT", "QUEUE")
     }
+
+
+class Iterating:
+    """A task with iterators of every kind."""
+
+    def __init__(self):
+        loader = DataLoader(list(range(9)))
+        self.unused = iter([1, 2])
+        self.iterators = {
+            "generator": (number for number in range(9)),
+            "nested": self.endless(loader),
+            "loader": iter(loader),
+            "list": iter([1, 2, 3]),
+            "count": itertools.count(),
+            "zip": zip(range(9), itertools.cycle([1, 2]), strict=False),
+        }
+
+    @staticmethod
+    def endless(loader):
+        while True:
+            yield from loader
+
+    def __call__(self):
+        for iterator in self.iterators.values():
+            next(iterator)
+
+
+def test_iterators_stay_where_they_are_and_are_named():
+    task = Iterating()
+    contents = Contents(task=task)
+    contents.restore()
+    assert contents.advanced_iterators == set()
+    task()
+    contents.restore()
+    names = {f"task.iterators.{name}" for name in task.iterators}
+    if sys.version_info >= (3, 14):  # itertools hide their position
+        names.discard("task.iterators.zip")
+    assert contents.advanced_iterators == names
+    assert contents.written_globals == set()
+    assert [next(iterator) for iterator in task.iterators.values()][3:5] == [2, 1]
+
+
+def test_variables_of_other_modules_are_put_back_and_named():
+    def loss():
+        own_counters.CALLS += 1
+
+    contents = Contents(task=loss)
+    before = own_counters.CALLS
+    loss()
+    contents.restore()
+    assert before == own_counters.CALLS
+    assert contents.written_globals == {"the global variable own_counters.CALLS"}
 
 
 class Counted:
@@ -120,7 +176,7 @@ class Center:
 
 def test_namespaces_classes_and_writes_through_data_are_put_back():
     task = Counted()
-    contents = Contents(task)
+    contents = Contents(task=task)
     for _ in range(2):
         task()
         assert (task.args.step, Counted.calls, Counted.by_kind) == (1, 1, {"loss": 1})

@@ -48,6 +48,16 @@ def test_what_owns_state_is_found():
     assert len(Stateful(data=[*range(5000), *(random.Random(seed) for seed in range(1500))]).owners) == 1500
 
 
+def test_modules_of_data_alone_are_not_those_of_forwards():
+    """A module that a task has, too, is called with batches."""
+    shared, of_data, of_callback = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
+    data = SimpleNamespace(encoder=shared, transform=of_data)
+    roots = {"task": SimpleNamespace(teacher=shared), "callbacks": SimpleNamespace(scorer=of_callback)}
+    for stateful in (Stateful(**roots, data=data, eval_data=data), Stateful(data=data, **roots)):
+        assert set(stateful.modules.values()) == {shared, of_data, of_callback}
+        assert set(stateful.modules_of_forwards()) == {shared, of_callback}
+
+
 class Meter:
     """Counts, and has its state dict by assignment."""
 

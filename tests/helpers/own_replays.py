@@ -3,9 +3,11 @@
 import random
 from collections import deque
 
+import own_counters
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 CALLS = 0
 
@@ -62,11 +64,29 @@ def replays(model, batch):
 
 
 def counts(model, batch):
-    """A loss with a global variable."""
+    """A loss with global variables, in its module and in another one."""
     global CALLS
     CALLS += 1
+    own_counters.CALLS += 1
     loss = F.cross_entropy(model(batch["inputs"]), batch["targets"], reduction="sum")
     return loss, len(batch["targets"]), {}
+
+
+class WithOtherRows:
+    """A loss that takes further rows from an endless generator over a data loader, as for images without labels."""
+
+    def __init__(self):
+        self.rows = self.endless(DataLoader(torch.arange(40.0), batch_size=4))
+
+    @staticmethod
+    def endless(loader):
+        while True:
+            yield from loader
+
+    def __call__(self, model, batch):
+        inputs = batch["inputs"] + 0 * next(self.rows).sum()
+        loss = F.cross_entropy(model(inputs), batch["targets"], reduction="sum")
+        return loss, len(batch["targets"]), {}
 
 
 class ByTask:

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import runs
+import torch
 from harness import Recorded
 
 from .conftest import limit_between, tiny
@@ -38,6 +39,32 @@ def test_an_evaluation_that_is_one_batch_fails_once_for_it(tmp_path):
     recorded = Recorded(tiny(tmp_path / "b", *LINEAR, changes=changes | {"memory.limit": peak}))
     assert [(f.phase, f.recovery.old_size, f.recovery.new_size) for f in recorded.failures] == [("evaluate", 360, 180)]
     assert recorded.run.memory.peak <= peak
+
+
+@pytest.mark.slow
+def test_a_resume_with_a_smaller_limit_begins_with_what_fits(tmp_path, caplog):
+    """By the peaks that were measured before: from the whole batch on, memory runs out five times."""
+    caplog.set_level(logging.INFO)
+    settings = (*LINEAR, "batch.global_size=256", "schedule=constant", "every.eval=null", "oom.clean_steps=1")
+    limit_before = limit_between(tmp_path, settings, 100, 101)
+    limit = limit_between(tmp_path, settings, 25, 26)
+
+    def trained(name, limit, steps):
+        overrides = (*runs.TINY, *settings, f"memory.limit={limit}", f"train.max_steps={steps}")
+        return Recorded(runs.configure(tmp_path / name, *overrides))
+
+    for name in ("a", "b"):
+        assert trained(name, limit_before, 12).run.sizes.train.size == 97
+    undisturbed = trained("a", limit_before, 20)
+    resumed = trained("b", limit, 20)
+    assert len(resumed.failures) <= 1
+    assert 23 <= resumed.run.sizes.train.size <= 25
+    assert "training begins with micro-batch 2" in caplog.text
+    assert "from scratch" not in caplog.text
+    for ours, theirs in zip(
+        resumed.run.state.model.parameters(), undisturbed.run.state.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("stop", [2, 4])

@@ -297,3 +297,41 @@ def test_it_never_gives_up_what_one_sample_would_have_fitted(first, operations, 
             assert search.size == 1
             return
     raise AssertionError("the search did not end")
+
+
+def measured(slope, constant, headroom, sizes, **state):
+    """A search that has measured these sizes, the last of which is in force."""
+    search = SizeSearch(sizes[-1], largest_validated=sizes[-1], **state)
+    search.peaks = {size: PeakSample(constant + slope * size, headroom) for size in sizes}
+    return search
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bytes_less", "size", "failing"),
+    [
+        ((64, 97), 100, 97, 200),  # still fits
+        ((64, 97), 3000, 67, 97),  # between two measured sizes
+        ((64, 97), 7000, 28, 64),  # below both, on the line through them
+        ((97,), 5000, 49, 97),  # through the origin: a constant part is unknown
+        ((64, 97), 9900, 1, 64),  # hardly anything fits: the smallest is tried
+        ((64, 97), 20000, 1, 64),  # nothing does
+    ],
+)
+def test_a_lower_limit_begins_with_what_fits_by_the_peaks(sizes, bytes_less, size, failing):
+    constant = 0 if len(sizes) == 1 else 100
+    search = measured(100, constant, 10_000, sizes, smallest_failing=200)
+    assert search.begin_below(bytes_less)
+    assert (search.size, search.smallest_failing, search.clean) == (size, failing, 0)
+    fits = constant + 100 * size <= 10_000 - bytes_less
+    assert fits or size == 1
+    if size < 97:
+        assert not search.search_has_ended  # a larger one is tried, up to what is known to fail
+        assert search.largest_validated == 0
+
+
+def test_nothing_is_known_of_a_lower_limit_without_peaks():
+    search = SizeSearch(64, smallest_failing=128)
+    assert not search.begin_below(1)
+    search.peaks = {32: PeakSample(3200, 6000)}  # of a search that was about to try 64
+    assert search.begin_below(3000)
+    assert search.size == 29

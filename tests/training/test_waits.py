@@ -21,11 +21,13 @@ pytestmark = [
 ]
 
 MLP, GPT, RESNET = runs.MODELS["mlp"], runs.MODELS["gpt"], runs.MODELS["resnet"]
+TRANSFORMED = ("user_packages=[own_transforms]", "data._target_=own_transforms.Images", "model=mlp", "model.width=16")
 NEVER = {  # steps that need no answer of the device
     "gpt, whose count is a tensor": {"overrides": GPT},
     "resnet, whose buffers are copied": {"overrides": RESNET},
     "the plain loop of an optimizer": {"overrides": (*MLP, "optimizer.fused=false", "+optimizer.foreach=false")},
     "a weight average": {"overrides": (*MLP, "train.ema=0.9")},
+    "samples computed with a module, which stays on the CPU": {"overrides": TRANSFORMED},
     "two ranks, whose count is a tensor": {"overrides": GPT, "ranks": 2},
 }
 ONCE = {  # the next step depends on whether this one counts

@@ -145,7 +145,7 @@ def _try_task(
         settings=config.train,
         model=model,
         modes=modes_of(targets.task, targets.updates),
-        samples=FirstSamples(batches.source, targets.train_data, batches.split, seed, device),
+        samples=FirstSamples(batches.source, targets.train_data, batches.split, seed),
         device=device,
         autocast=resources.numerics.autocast,
         metric_names=frozenset(targets.hooks["metrics"]),
@@ -253,7 +253,7 @@ def _train_state(
     callbacks: Mapping[str, Any] | None,
 ) -> TrainState:
     """Return the model's state with its optimizers and with all that is saved beside it; moves modules of that to the
-    device.
+    device, except those of data sets, whose samples are computed on the CPU.
     """
     device = resources.device
     model = built.model
@@ -267,7 +267,7 @@ def _train_state(
         filled=built.filled,
         stateful=Stateful(model=model, **resources.owners, callbacks=callbacks or None),
     )
-    for module in state.stateful.modules.values():
+    for module in state.stateful.modules_of_forwards():
         module.to(device)
     return state
 

@@ -152,7 +152,7 @@ def _call_with_two_samples(task: CheckedTask, model: nn.Module, resources: Resou
         with resources.numerics.autocast:
             task(model, batch)
 
-    contents = Contents(task.unchecked)
+    contents = Contents(task=task.unchecked)
     try:
         with torch.no_grad():
             call()

@@ -98,7 +98,7 @@ def open_resources(
     loading: dict[str, Any] = {
         "seed": config.train.seed,
         "device": device,
-        "workers": _worker_count(config, targets, ranks.world_size, device),
+        "workers": _worker_count(config, targets, ranks.world_size),
         "ranks": ranks,
     }
     batches = _train_batches(config, targets, loading)
@@ -171,7 +171,7 @@ def _require_streamable(config: Config) -> None:
         )
 
 
-def _worker_count(config: Config, targets: ResolvedTargets, world_size: int, device: torch.device) -> int:
+def _worker_count(config: Config, targets: ResolvedTargets, world_size: int) -> int:
     """Return the number of loader processes; none for stateful data: each would change its own copy, ahead of the
     steps. (A stream's state is its position.)
     """
@@ -183,7 +183,7 @@ def _worker_count(config: Config, targets: ResolvedTargets, world_size: int, dev
     indexed_data = {name: data for name, data in data_by_name.items() if not is_stream(data)}
     if not count:
         return count
-    owners = _owners_that_change(indexed_data, config.train.seed, device)
+    owners = _owners_that_change(indexed_data, config.train.seed)
     if not owners:
         return count
 
@@ -201,14 +201,15 @@ def _worker_count(config: Config, targets: ResolvedTargets, world_size: int, dev
     return 0 if is_off else count
 
 
-def _owners_that_change(data_by_name: dict[str, Any], seed: int, device: torch.device) -> dict[str, Owner]:
+def _owners_that_change(data_by_name: dict[str, Any], seed: int) -> dict[str, Owner]:
     """Return the owners of state in data sets, but not modules that fetching a sample leaves as they are, such as
-    transforms; of others, what it has written. Modules with tensors on a GPU count as well: no worker could use them.
+    transforms; of others, what it has written. Modules that are on a GPU count as well: no worker could
+    use them.
     """
     stateful = Stateful(**data_by_name)
     modules = set()
     for name, module in stateful.modules.items():
-        is_usable = device.type == "cpu" or next(held_tensors([module]), None) is None
+        is_usable = all(tensor.device.type == "cpu" for tensor in held_tensors([module]))
         if is_usable and not has_extra_state(module):
             modules.add(name)
     if not modules:

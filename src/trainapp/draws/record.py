@@ -14,6 +14,7 @@ from trainapp.torch_private import outside_dispatch_modes
 NUMBER_OF_DRAWS = "number of draws"  # the topic of a forward that draws a varying number of times
 COLLATE = "draws of collate"  # the topic of data whose `collate` draws
 GLOBALS = "global variables"  # the topic under which a record notes those that a forward writes
+ITERATORS = "iterators"  # the same for iterators from which a forward takes items
 
 
 class TopicKind(Enum):

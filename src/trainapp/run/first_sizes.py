@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config import resume_rules
@@ -14,7 +14,7 @@ from trainapp.models.inspect import per_sample_buffers, smallest_micro_batch
 from trainapp.run.resume import BUILT_FROM
 from trainapp.sizes.autotuner import Autotuner
 from trainapp.sizes.micro_batches import MicroBatchSizes
-from trainapp.sizes.record import EVALUATION, Sizes, configured_size, key_of
+from trainapp.sizes.record import EVALUATION, Sizes, configured_size, key_of, sizes_text
 from trainapp.sizes.schedule import ScheduledSizes
 from trainapp.techniques import catalogue
 from trainapp.training.session import Session
@@ -31,6 +31,13 @@ _WITHOUT_MEMORY = (
     *("parallel.devices", "parallel.max_restarts", "parallel.timeout", "parallel.vote_on_oom"),
 )
 log = logging.getLogger(__name__)
+
+
+class Changes(NamedTuple):
+    """What determines the memory of a micro-batch and has changed since a checkpoint was saved."""
+
+    texts: list[str]  # in words
+    bytes_less: int  # by how many the memory limit is lower, if nothing else has changed
 
 
 def determines_memory(setting: str) -> bool:
@@ -61,7 +68,7 @@ def initial_sizes(
     1. `restart`: from workers that ran out of memory. The size that it replaces has just failed.
     2. `batch.micro_schedule`: the entry for the coming attempt; its later entries override all the others.
     3. `batch.micro_size=N` or `accumulation.steps=N`.
-    4. `saved`: the checkpoint's, if found with the same memory budget and without `changed`, see `changes_of_memory`.
+    4. `saved`: the checkpoint's, without `changed` (see `changes_of_memory`); if the budget was larger, by its peaks.
     5. This rank's share of the global batch.
 
     For evaluation: `restart`, `batch.eval_micro_size=N`, `saved`, twice this rank's share, or its share where a module
@@ -75,7 +82,7 @@ def initial_sizes(
     progress = session.state.progress
     restart = restart or {}
     saved = saved or {}
-    changed = [*_change_of_budget(saved, session.memory.budget), *changed]
+    changes = _with_change_of_budget(changed, saved, session.memory.budget)
     must_stay_whole = needs_whole_batch(session.task) and not config.activity.writes_rows
     if must_stay_whole and config.activity.trains:
         require_uncut(config, session.ranks.world_size, session.batches.samples)
@@ -100,17 +107,17 @@ def initial_sizes(
         sizes = new_sizes(configured or share, smallest_micro_batch(session.state.model))
         sizes.schedule.recorded = dict(saved.get("used", {}).get(name, {}))
         sizes.schedule.coming = _from_batch(batch.schedules.get(name, {}), batch_number, share)
-        begins_anew |= _begin(sizes, key_of(name), batch_number, restart, saved_for_training, changed)
+        begins_anew |= _begin(sizes, key_of(name), batch_number, restart, saved_for_training, changes)
         by_update[name] = sizes
 
     # Evaluation, which has no schedule.
     evaluation = new_sizes(_size_of_evaluation(session, must_stay_whole), 1)
     saved_for_evaluation = saved if batch.eval_micro_size == "auto" else {}
-    begins_anew |= _begin(evaluation, EVALUATION, batch_number, restart, saved_for_evaluation, changed)
+    begins_anew |= _begin(evaluation, EVALUATION, batch_number, restart, saved_for_evaluation, changes)
     if begins_anew:
         log.info(
             "searching the micro-batch size from scratch, since this has changed since the checkpoint: %s",
-            listed(changed),
+            listed(changes.texts),
         )
     return Sizes(by_update, evaluation, _autotuner(session), *_recoveries_before(saved, restart))
 
@@ -164,17 +171,19 @@ def _samples_per_evaluation(session: Session) -> int:
     return max(numbers, default=1)
 
 
-def _change_of_budget(saved: Record, budget: int) -> list[str]:
+def _with_change_of_budget(changed: Sequence[str], saved: Record, budget: int) -> Changes:
     before = saved.get("budget", budget)
     if before == budget:
-        return []
-    return [f"memory limit: {bytes_text(before)} before, {bytes_text(budget)} now"]
+        return Changes([*changed], 0)
+    text = f"memory limit: {bytes_text(before)} before, {bytes_text(budget)} now"
+    return Changes([text, *changed], 0 if changed else before - budget)
 
 
 def _begin(
-    sizes: MicroBatchSizes, key: str, batch_number: int, restart: Record, saved: Record, changed: Sequence[str]
+    sizes: MicroBatchSizes, key: str, batch_number: int, restart: Record, saved: Record, changes: Changes
 ) -> bool:
-    """Start from the first that is known: `restart`, the schedule, the checkpoint's sizes unless anything `changed`.
+    """Start from the first that is known: `restart`, the schedule, the checkpoint's sizes unless anything has changed.
+    If that is only the memory limit, and it is lower, from the size that fits by the checkpoint's peaks.
 
     Return whether the checkpoint's, smaller ones, are left out: larger sizes are tried than those that have fitted.
     """
@@ -184,8 +193,16 @@ def _begin(
         sizes.schedule.coming.pop(batch_number, None)
     elif sizes.schedule.coming:
         sizes.apply_schedule(batch_number)
-    elif buckets and not changed:
+    elif buckets and not changes.texts:
         sizes.load_state_dict(saved[key])
+    elif buckets and changes.bytes_less > 0 and sizes.begin_below(saved[key], changes.bytes_less):
+        log.info(
+            "%s begins with micro-batch %s, which fits by the peaks measured before, since this has changed since the "
+            "checkpoint: %s",
+            "the evaluation" if key == EVALUATION else "training",
+            sizes_text(sizes),
+            listed(changes.texts),
+        )
     else:
         return any(size < sizes.size for size, *_ in buckets.values())
     return False

@@ -440,6 +440,18 @@ class MicroBatchSizes:
             self.searches[int(bucket)] = search
         self.is_unvalidated = True
 
+    def begin_below(self, saved: dict[str, Any], bytes_less: int) -> bool:
+        """Start from what saved sizes say of a lower memory limit, each with its peaks; those without are left out.
+        Return whether there are any.
+
+        Args:
+            saved: a `state_dict`.
+            bytes_less: by how many bytes the limit is lower now.
+        """
+        self.load_state_dict(saved)
+        self.searches = {bucket: search for bucket, search in self.searches.items() if search.begin_below(bytes_less)}
+        return bool(self.searches)
+
 
 def merged(by_rank: Sequence[dict[int, LargestMicroBatch]]) -> dict[int, LargestMicroBatch]:
     """Return the largest of each bucket that ran on any rank, in ascending order of buckets."""

@@ -277,6 +277,51 @@ class SizeSearch:
             self.must_try_smallest = progress["must_try_smallest"]
             self.peaks = {int(size): PeakSample(*peak) for size, peak in progress["peaks"].items()}
 
+    def begin_below(self, bytes_less: int) -> bool:
+        """Begin with the largest size that fits by the peaks measured under a higher limit, if there are any. Return
+        whether there are.
+
+        Args:
+            bytes_less: by how many bytes the limit is lower now.
+        """
+        if not self.peaks:
+            return False
+        if self.size not in self.peaks:  # one that was not validated yet
+            self.size = max(self.peaks)
+        peaks = {}
+        for size, (needed, headroom) in sorted(self.peaks.items()):
+            peaks[size] = PeakSample(needed, headroom - bytes_less)
+        self.peaks = peaks
+
+        too_large = [size for size, peak in peaks.items() if peak.needed > peak.headroom]
+        if not too_large:
+            self.try_size(self.size)  # validated anew
+            return True
+        self.smallest_failing = too_large[0]  # smaller than what failed before
+        self.largest_validated = 0
+        self.failures_in_a_row = 0
+        self.last_failure = None
+        self.must_try_smallest = False
+        self.search_has_ended = not self.grow
+        fitting = int(SAFETY_FACTOR * self._largest_fitting(too_large[0]))
+        self.try_size(max(self.smallest, fitting))
+        return True
+
+    def _largest_fitting(self, too_large: int) -> float:
+        """Return the size below the smallest one that is `too_large` at which the line through it and a neighbour
+        reaches the limit: the next smaller measured size, or the next larger one, or the origin.
+        """
+        needed, headroom = self.peaks[too_large]
+        smaller = [size for size in self.peaks if size < too_large]
+        larger = [size for size in self.peaks if size > too_large]
+        neighbour = 0
+        excess_of_neighbour = -headroom  # of the origin, where nothing is needed
+        if smaller or larger:
+            neighbour = max(smaller) if smaller else min(larger)
+            excess_of_neighbour = self.peaks[neighbour].needed - self.peaks[neighbour].headroom
+        rise = (needed - headroom - excess_of_neighbour) / (too_large - neighbour)  # bytes per sample
+        return too_large - (needed - headroom) / rise if rise > 0 else 0.0
+
     def _larger_size(self) -> int | None:
         """Return the next size after a validated one; None if the line or a failure excludes every one worth trying."""
         smallest_worth_trying = self.size + max(1, math.ceil(SMALLEST_GAIN * self.size))

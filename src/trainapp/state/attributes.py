@@ -4,6 +4,8 @@ Values are compared by fingerprints, which hold no tensor: a checkpoint is saved
 """
 
 import hashlib
+import types
+import warnings
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.state.checksum import checksum
+from trainapp.state.slots import attributes_of, has_attributes
 from trainapp.state.stateful import Stateful, has_extra_state, memory_of
 from trainapp.state.walk import (
     DEPTH,
@@ -23,6 +26,7 @@ from trainapp.state.walk import (
     Member,
     attributes_of_module,
     has_state_dict,
+    is_iterator,
     joined,
     walk,
 )
@@ -76,7 +80,7 @@ class Attributes:
         for name, attributes in self._holders():
             for attribute, value in attributes.items():
                 is_built = isinstance(value, nn.Module) and value in built_modules
-                if isinstance(value, kinds) and not is_built:
+                if (isinstance(value, kinds) or is_iterator(value)) and not is_built:
                     fingerprints[joined(name, attribute)] = fingerprint(value, storages)
         return fingerprints
 
@@ -124,7 +128,7 @@ def _attributes_to_compare(holder: Any) -> dict[str, Any]:
     of one that saves an extra state.
     """
     if not isinstance(holder, nn.Module):
-        return dict(vars(holder))
+        return dict(attributes_of(holder))
     if type(holder).__module__.startswith(LIBRARIES) or has_extra_state(holder):
         return {}
     return attributes_of_module(holder)
@@ -137,12 +141,13 @@ def _is_plain_object(value: Any) -> bool:
     if isinstance(value, (nn.Module, Tensor, type, *CONTAINERS)) or hasattr(value, "__getitem__"):
         return False
     is_of_user = type(value).__module__.partition(".")[0] not in FOREIGN_PACKAGES or isinstance(value, NAMESPACES)
-    return is_of_user and isinstance(getattr(value, "__dict__", None), dict) and not has_state_dict(value)
+    return is_of_user and has_attributes(value) and not has_state_dict(value)
 
 
 def fingerprint(value: Any, registered: Collection[int] = (), depth: int = 0) -> Any:
-    """Return what stands for a value: equal for equal plain values, arrays and tensors, also in containers; other
-    objects are distinguished by their class only. `RESULT` if any tensor in it has a graph.
+    """Return what stands for a value: equal for equal plain values, arrays and tensors, also in containers, and for
+    iterators at the same position; other objects are distinguished by their class only. `RESULT` if any tensor in it
+    has a graph.
 
     Args:
         value: the value of an attribute.
@@ -162,6 +167,9 @@ def fingerprint(value: Any, registered: Collection[int] = (), depth: int = 0) ->
     if isinstance(value, (set, frozenset)):
         return kind, len(value), {item for item in value if isinstance(item, _PLAIN)}
 
+    if is_iterator(value):
+        return kind, _position(value, registered, depth + 1)
+
     # Other objects, and those that restore themselves: by their class.
     if not isinstance(value, CONTAINERS) or has_state_dict(value):
         return kind
@@ -176,6 +184,34 @@ def fingerprint(value: Any, registered: Collection[int] = (), depth: int = 0) ->
     if RESULT in parts:
         return RESULT
     return kind, parts
+
+
+def has_iterators(value: Any) -> bool:
+    """Return whether the value is an iterator, or a container that has one among its items."""
+    if not isinstance(value, CONTAINERS):
+        return is_iterator(value)
+    return any(map(is_iterator, value.values() if isinstance(value, dict) else value))
+
+
+def _position(iterator: Any, registered: Collection[int], depth: int) -> Any:
+    """Return what stands for an iterator's position, without moving it; None where it cannot be seen."""
+    if depth >= DEPTH:
+        return None
+    if isinstance(iterator, types.GeneratorType):
+        frame = iterator.gi_frame
+        if frame is None:  # finished
+            return None
+        inner = fingerprint(iterator.gi_yieldfrom, registered, depth)
+        return frame.f_lasti, inner, fingerprint(frame.f_locals, registered, depth)
+    if type(iterator).__module__ in ("builtins", "itertools"):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, since Python 3.12
+                parts = iterator.__reduce__()[1:]
+        except TypeError:  # itertools, from Python 3.14 on: of `count`, its text has the position
+            return repr(iterator)
+        return fingerprint(parts, registered, depth)
+    return getattr(iterator, "_num_yielded", None)  # of a data loader's iterator
 
 
 @torch.no_grad()

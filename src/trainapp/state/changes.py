@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from trainapp.state.attributes import CONTAINERS, RESULT, fingerprint, storages_of
 from trainapp.state.plain_values import PLAIN
 from trainapp.state.structure import Structure
+from trainapp.state.walk import is_iterator
 from trainapp.torch_private import MODULE_ATTRIBUTES
 
 
 def container_fingerprints(structure: Structure) -> list[dict[str, Any]]:
-    """Return fingerprints of the containers in the attributes of modules, then of objects, and of the tensors and
-    arrays there that are too large to be copied.
+    """Return fingerprints of the containers and iterators in the attributes of modules, then of objects, and of the
+    tensors and arrays there that are too large to be copied.
     """
     tensors = [*structure.parameters.values(), *structure.buffers.values(), *structure.constants.values()]
     registered = storages_of(tensors)
@@ -25,7 +26,8 @@ def container_fingerprints(structure: Structure) -> list[dict[str, Any]]:
     for attributes in (*structure.attributes, *structure.objects):
         compared = {}
         for name, value in attributes.items():
-            if name not in MODULE_ATTRIBUTES and (isinstance(value, CONTAINERS) or id(value) in too_large):
+            is_compared = isinstance(value, CONTAINERS) or is_iterator(value) or id(value) in too_large
+            if is_compared and name not in MODULE_ATTRIBUTES:
                 compared[name] = fingerprint(value, registered)
         fingerprints.append(compared)
     return fingerprints

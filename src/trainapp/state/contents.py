@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainapp.state.attributes import fingerprint
 from trainapp.state.checksum import checksum
+from trainapp.state.slots import attributes_of, has_attributes
 from trainapp.state.stateful import can_be_restored
-from trainapp.state.walk import Member, global_names, held_members, is_foreign, walk
+from trainapp.state.walk import Member, Namespace, held_members, is_foreign, is_iterator, namespaces_of, walk
 
 MOST_BYTES = 64 * 2**20  # of tensors and arrays that are copied
 CONTAINERS = (list, deque, set, dict)  # that can be filled anew
@@ -30,24 +32,26 @@ class Contents:
     are left to a `Snapshot`.
 
     Args:
-        roots: a model, a task: objects or functions.
+        roots: a model, a task: objects or functions, by the first part of the names of what they hold.
 
     Attributes:
         written_globals: names of global variables that a call is known to write, as of the last `restore`.
+        advanced_iterators: names of iterators from which a call is known to take items: they stay where they are.
     """
 
-    def __init__(self, *roots: Any):
+    def __init__(self, **roots: Any):
         self.written_globals: set[str] = set()
+        self.advanced_iterators: set[str] = set()
         self._bytes_left = MOST_BYTES
         self._records: list[_Record] = []
 
         # Objects that a root holds come first: they are no global variables, though a function may reach them as such.
-        users_roots = [root for root in roots if not is_foreign(root)]
+        users_roots = {name: root for name, root in roots.items() if not is_foreign(root)}
         members: dict[int, Member] = {}
-        for children in (users_members, _members_and_globals):
+        for children in (users_members, members_and_globals):
             visited: set[int] = set()
-            for root in users_roots:
-                for member in walk(root, "", visited, children, math.inf):
+            for name, root in users_roots.items():
+                for member in walk(root, name, visited, children, math.inf):
                     members.setdefault(id(member.value), member)
         for member in members.values():
             self._record(member)
@@ -55,7 +59,11 @@ class Contents:
     def restore(self) -> None:
         """Put back what was recorded, any number of times. The containers stay the same objects."""
         for record in self._records:
-            if not record.is_unchanged():
+            if record.is_unchanged():
+                continue
+            if isinstance(record, _Position):
+                self.advanced_iterators.update(record.names())
+            else:
                 self.written_globals.update(name for name in record.names() if name.startswith(_GLOBAL))
                 record.undo()
 
@@ -69,11 +77,13 @@ class Contents:
         elif isinstance(value, np.ndarray):
             self._record_values(member, value.nbytes if value.flags.writeable else 0)
         elif isinstance(value, types.FunctionType):
-            self._records.append(_Rebind(value))
+            self._records.extend(map(_Rebind, namespaces_of(value)))
         elif isinstance(value, type):
             self._records.append(_ClassAttributes(value))
+        elif is_iterator(value):
+            self._records.append(_Position(member.name, value))
         elif is_users_object(value):
-            self._records.append(Refill(member.name, vars(value)))
+            self._records.append(Refill(member.name, attributes_of(value)))
 
     def _record_values(self, member: Member, size: int) -> None:
         """Copy a tensor or an array, if it can be filled and all copies together stay small."""
@@ -134,15 +144,12 @@ class Refill:
 
 
 class _Rebind:
-    """The global variables that a function reads."""
+    """The global variables that a function reads in one module."""
 
-    def __init__(self, function: types.FunctionType):
-        self.module_name = function.__module__
-        self.variables = function.__globals__
-        self.values: dict[str, Any] = {}
-        for name in global_names(function.__code__):
-            if name in self.variables:
-                self.values[name] = self.variables[name]
+    def __init__(self, namespace: Namespace):
+        self.module_name = namespace.module_name
+        self.variables = namespace.variables
+        self.values = {name: self.variables[name] for name in namespace.names}
 
     def _changed(self) -> dict[str, Any]:
         """Return the former values of variables that have another one, by name."""
@@ -163,10 +170,10 @@ class _ClassAttributes:
 
     def __init__(self, users_class: type):
         self.users_class = users_class
-        self.values = _attributes_of_class(users_class)
+        self.values = attributes_of_class(users_class)
 
     def names(self) -> Collection[str]:
-        values_now = _attributes_of_class(self.users_class)
+        values_now = attributes_of_class(self.users_class)
         names = []
         for name in self.values | values_now:
             if name not in self.values or values_now.get(name) is not self.values[name]:
@@ -177,7 +184,7 @@ class _ClassAttributes:
         return not self.names()
 
     def undo(self) -> None:
-        values_now = _attributes_of_class(self.users_class)
+        values_now = attributes_of_class(self.users_class)
         for name in values_now.keys() - self.values.keys():
             delattr(self.users_class, name)
         for name, value in self.values.items():
@@ -210,29 +217,50 @@ class _Overwrite:
             self.value[...] = self.copy
 
 
+class _Position:
+    """The position of an iterator, which nothing puts back."""
+
+    def __init__(self, name: str, iterator: Any):
+        self.name = name
+        self.iterator = iterator
+        self.position = fingerprint(iterator)
+
+    def names(self) -> Collection[str]:
+        return [self.name]
+
+    def is_unchanged(self) -> bool:
+        return bool(fingerprint(self.iterator) == self.position)
+
+    def undo(self) -> None:
+        pass
+
+
 def users_members(member: Member) -> Iterator[Member]:
-    """Yield what an object of the user's holds, except what is a library's."""
+    """Yield what an object of the user's holds, except what is a library's; but its iterators."""
+    if is_iterator(member.value):  # what it holds moves with it
+        return
     for held in held_members(member):
-        if not is_foreign(held.value):
+        if not is_foreign(held.value) or is_iterator(held.value):
             yield held
 
 
-def _members_and_globals(member: Member) -> Iterator[Member]:
+def members_and_globals(member: Member) -> Iterator[Member]:
     """Yield what an object of the user's holds, its classes with their functions and attributes, and global variables
     that functions read.
     """
     yield from users_members(member)
     value = member.value
     if isinstance(value, types.FunctionType):
-        for name in sorted(global_names(value.__code__)):
-            if name in value.__globals__ and not is_foreign(value.__globals__[name]):
-                yield Member(_name_of_global(value.__module__, name), value.__globals__[name])
+        for module_name, variables, names in namespaces_of(value):
+            for name in sorted(names):
+                if not is_foreign(variables[name]) or is_iterator(variables[name]):
+                    yield Member(_name_of_global(module_name, name), variables[name])
         return
     if isinstance(value, type):
         for attribute in vars(value).values():
             if isinstance(attribute, types.FunctionType):
                 yield member.child("", attribute)
-        for name, attribute in _attributes_of_class(value).items():
+        for name, attribute in attributes_of_class(value).items():
             if not is_foreign(attribute):
                 yield Member(_name_of_class_attribute(value, name), attribute)
         return
@@ -241,7 +269,7 @@ def _members_and_globals(member: Member) -> Iterator[Member]:
             yield member.child("", users_class)
 
 
-def _attributes_of_class(users_class: type) -> dict[str, Any]:
+def attributes_of_class(users_class: type) -> dict[str, Any]:
     """Return the values that a class's own attributes have, without methods, properties and what Python itself sets."""
     attributes = {}
     for name, value in vars(users_class).items():
@@ -263,4 +291,4 @@ def is_users_object(value: Any) -> bool:
     """Return whether the value is an object of the user's that has attributes, and neither a module nor a function."""
     if isinstance(value, (nn.Module, types.FunctionType, type, *CONTAINERS)) or is_foreign(value):
         return False
-    return isinstance(getattr(value, "__dict__", None), dict)
+    return has_attributes(value)

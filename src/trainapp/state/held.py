@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.state.contents import CONTAINERS, MOST_BYTES, Refill, is_users_object, users_members
+from trainapp.state.slots import Attributes, attributes_of
 from trainapp.state.walk import LIBRARIES, MOST_ITEMS, Member, closure_of, joined, moves_at_commit, walk
 
 # Items of all containers that are copied in every step. A list of as many takes 1 ms, with freeing the last copy, a
@@ -41,7 +42,7 @@ class HeldObjects:
 
     def __init__(self, modules: Mapping[str, nn.Module], objects: Mapping[str, Any]):
         self.containers: dict[str, Any] = {}
-        self.attributes: dict[str, dict[str, Any]] = {}
+        self.attributes: dict[str, Attributes] = {}
         self.holders: list[Any] = []
         visited: set[int] = set()
         for root_name, root in {**modules, **objects}.items():
@@ -65,9 +66,10 @@ class HeldObjects:
             if not type(value).__module__.startswith(LIBRARIES):
                 self.holders.append(vars(value))
         elif is_users_object(value) and not moves_at_commit(value):
-            self.holders.append(vars(value))
+            attributes = attributes_of(value)
+            self.holders.append(attributes)
             if member.depth:
-                self.attributes[member.name] = vars(value)
+                self.attributes[member.name] = attributes
 
     def is_current(self) -> bool:
         """Return whether modules, objects and short containers hold the same containers and objects as they did."""
@@ -76,7 +78,7 @@ class HeldObjects:
 
     def _current_contents(self) -> Iterator[Any]:
         for holder in self.holders:
-            for value in holder.values() if isinstance(holder, dict) else holder:
+            for value in holder.values() if isinstance(holder, Mapping) else holder:
                 if type(value) not in _WITHOUT_CONTENTS:
                     yield value
 

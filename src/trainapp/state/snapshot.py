@@ -8,6 +8,7 @@
 | lists, dicts and sets that modules and tasks hold; objects that they hold | by shallow copies: `held` |
 | the registered parameters, buffers and submodules; other attributes of the user's modules | by reference |
 | training mode, `requires_grad` | recorded |
+| plain values of global variables that functions of the user's may assign | by reference: `global_variables` |
 | a module that a task has made since, such as a teacher copied from the model in the first call | as the others |
 | objects with their own state: `get_extra_state`, generators, a task, a data set | by their `Owner` |
 
@@ -36,11 +37,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainapp.state.attributes import fingerprint
+from trainapp.state.attributes import fingerprint, has_iterators
 from trainapp.state.changes import changed_names, container_fingerprints, has_memory, with_updates
 from trainapp.state.checksum import checksum
 from trainapp.state.contents import Refill
+from trainapp.state.global_variables import GlobalVariables, Record
 from trainapp.state.plain_values import is_plain, is_restorable, restorable_tensors
+from trainapp.state.slots import Attributes
 from trainapp.state.stand_ins import with_stand_ins
 from trainapp.state.stateful import Owner, Stateful, memory_of
 from trainapp.state.structure import REGISTRIES, ModulesKey, Structure, find_shards
@@ -68,6 +71,7 @@ class _References(NamedTuple):
     attributes: list[dict[str, Any]]  # of the user's modules, then of objects
     containers: list[Refill]  # what lists, dicts and sets hold
     training: list[bool]
+    variables: Record  # global ones
     owner_states: dict[str, Any]
 
 
@@ -119,6 +123,7 @@ class Snapshot:
         owners: by name.
         objects: others by name, such as a task, whose plain values, tensors and arrays in attributes are restored.
         verified: number of first steps in which checksums are compared.
+        variables: global ones.
 
     Attributes:
         written: names of the parameters that forwards are known to write.
@@ -132,6 +137,7 @@ class Snapshot:
         owners: Mapping[str, Owner] | None = None,
         objects: Mapping[str, Any] | None = None,
         verified: int = 2,
+        variables: GlobalVariables | None = None,
     ) -> None:
         # What is recorded.
         self._roots = modules
@@ -139,6 +145,7 @@ class Snapshot:
         self._modules_made: dict[str, nn.Module] = {}  # by objects since then, by name
         self._owners = dict(owners or {})
         self._objects = objects or {}
+        self._variables = variables if variables is not None and variables.namespaces else None
         self._shards = find_shards(modules.values())
         self._structure = Structure(self._roots, self._objects, self._shards)
 
@@ -169,7 +176,8 @@ class Snapshot:
         if "model" in stateful.roots:
             modules["model"] = stateful.roots["model"]
         modules |= stateful.modules
-        return cls(modules, owners, stateful.plain_tasks(), verified)
+        variables = GlobalVariables(*modules.values(), *stateful.tasks().values())
+        return cls(modules, owners, stateful.plain_tasks(), verified, variables)
 
     @property
     def _taken(self) -> State:
@@ -238,8 +246,8 @@ class Snapshot:
     def _find_modules_made(self) -> dict[str, nn.Module]:
         """Return the modules in attributes of objects that were not there when these were built, by name."""
         modules = {}
-        for name, value in self._objects.items():
-            for attribute, module in vars(value).items():
+        for name, attributes in zip(self._objects, self._structure.objects, strict=False):  # then come held objects
+            for attribute, module in attributes.items():
                 if isinstance(module, nn.Module) and id(module) not in self._built_modules:
                     modules[f"{name}.{attribute}"] = module
         return modules
@@ -264,6 +272,7 @@ class Snapshot:
             attributes=attributes,
             containers=structure.held.record() if structure.held.containers else [],
             training=[module.training for module in structure.modules],
+            variables=self._variables.record() if self._variables else [],
             owner_states={name: owner.copy() for name, owner in self._owners.items()},
         )
 
@@ -359,18 +368,30 @@ class Snapshot:
         too_large = {*held.too_large_containers(), *held.too_large_values().values()}
         return sorted(too_large & self.changes)
 
+    def advanced_iterators(self) -> list[str]:
+        """Return the names of the iterators, and of containers of them, that the first steps have advanced."""
+        names = []
+        for _, name, value in self._named_attributes():
+            if name in self.changes and has_iterators(value):
+                names.append(name)
+        return sorted(names)
+
     def fingerprints_of_held(self, names: Collection[str]) -> dict[str, Any]:
         """Return fingerprints of the containers, and the attributes of held objects, that have these names."""
+        held = self._structure.held
+        fingerprints = {}
+        for holder_name, name, value in self._named_attributes():
+            if name in names and (holder_name in held.attributes or name in held.containers):
+                fingerprints[name] = fingerprint(value)
+        return fingerprints
+
+    def _named_attributes(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield each attribute of modules and objects, after its holder's name and its own."""
         structure = self._structure
         holder_names = structure.holder_names[len(structure.registries) :]
-        fingerprints = {}
         for holder_name, attributes in zip(holder_names, (*structure.attributes, *structure.objects), strict=True):
             for name, value in attributes.items():
-                whole_name = joined(holder_name, name)
-                is_held = holder_name in structure.held.attributes or whole_name in structure.held.containers
-                if is_held and whole_name in names:
-                    fingerprints[whole_name] = fingerprint(value)
-        return fingerprints
+                yield holder_name, joined(holder_name, name), value
 
     def add_written(self, names: Iterable[str]) -> None:
         """Add parameters that a forward is known to write: here, on another rank or in an earlier process."""
@@ -501,10 +522,10 @@ class Snapshot:
 
         # Attributes of objects, except those of other kinds, which were not recorded.
         of_objects = references.attributes[module_count:]
-        for attributes, before in zip(structure.objects, of_objects, strict=True):
-            plain = _plain_attributes(attributes)
-            not_recorded = {name: value for name, value in attributes.items() if name not in plain}
-            _refill(attributes, not_recorded | before)
+        for of_object, before in zip(structure.objects, of_objects, strict=True):
+            plain = _plain_attributes(of_object)
+            not_recorded = {name: value for name, value in of_object.items() if name not in plain}
+            _refill(of_object, not_recorded | before)
 
         for container in references.containers:
             if not container.is_unchanged():
@@ -512,6 +533,8 @@ class Snapshot:
 
         for module, is_training in zip(structure.modules, references.training, strict=True):
             module.training = is_training
+        if self._variables:
+            self._variables.restore(references.variables)
         self._restore_owners(references.owner_states, except_kinds)
 
     def _restore_registries(self, structure: Structure, contents: list[dict[str, Any]]) -> None:
@@ -614,7 +637,7 @@ def _restore_tensor(tensor: Tensor, copy: Tensor) -> None:
         tensor.data = copy.clone()
 
 
-def _refill(values: dict[str, Any], before: dict[str, Any]) -> None:
+def _refill(values: Attributes, before: dict[str, Any]) -> None:
     """Refill a dictionary with the same objects as before, in the same order."""
     if values.keys() != before.keys() or any(before[name] is not value for name, value in values.items()):
         values.clear()
@@ -626,7 +649,7 @@ def _is_of_data(name: str) -> bool:
     return root_name.endswith("data")
 
 
-def _plain_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
+def _plain_attributes(attributes: Attributes) -> dict[str, Any]:
     """Return the plain values, tensors, arrays and modules among an object's attributes, the user's objects, and
     containers of all but modules; an embedding loss may keep others.
     """

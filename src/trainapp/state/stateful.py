@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainapp.rng import generator_state, is_generator, set_generator_state
+from trainapp.state.slots import has_attributes
 from trainapp.state.walk import Member, has_state_dict, held_members, moves_at_commit, owns_state, walk
 from trainapp.torch_private import tree_map
 
@@ -80,10 +81,21 @@ class Stateful:
     def plain_tasks(self) -> dict[str, Any]:
         """Return the tasks with attributes that are no modules, by name."""
         tasks = {}
-        for name, root in self.roots.items():
-            if name.endswith("task") and hasattr(root, "__dict__") and not isinstance(root, nn.Module):
-                tasks[name] = root
+        for name, task in self.tasks().items():
+            if has_attributes(task) and not isinstance(task, nn.Module):
+                tasks[name] = task
         return tasks
+
+    def tasks(self) -> dict[str, Any]:
+        """Return all tasks, by name."""
+        return {name: root for name, root in self.roots.items() if name.endswith("task")}
+
+    def modules_of_forwards(self) -> list[nn.Module]:
+        """Return the modules outside of the model that are called with batches: all but those of data sets alone, which
+        are called with samples.
+        """
+        roots = {name: root for name, root in self.roots.items() if _kind(name) != "data"}
+        return list(Stateful(**roots).modules.values())
 
     def left_out(self) -> list[str]:
         """Return the names of tensors that forwards have registered in modules outside of the model, such as those of a

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainapp.state.held import HeldObjects
+from trainapp.state.slots import Attributes, attributes_of
 from trainapp.state.stateful import can_be_restored, memory_of
 from trainapp.state.walk import joined
 from trainapp.torch_private import is_shard, local, non_persistent_buffers, registries_of
@@ -77,7 +78,7 @@ class Structure:
     def _find_held(self) -> None:
         """Find what modules and objects hold, and set what depends on it."""
         self.held = HeldObjects(self._roots, self._objects)
-        self.objects: list[dict[str, Any]] = [vars(value) for value in self._objects.values()]
+        self.objects: list[Attributes] = [attributes_of(value) for value in self._objects.values()]
         self.objects.extend(self.held.attributes.values())
         self.holder_names = [*self._names_before_held, *self.held.attributes]
 

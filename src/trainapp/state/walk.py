@@ -15,12 +15,14 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 
 from trainapp.rng import is_generator
+from trainapp.state.slots import attributes_of
 from trainapp.torch_private import MODULE_ATTRIBUTES
 
 DEPTH = 5  # levels of attributes; a data set's transform may own a generator
@@ -28,6 +30,7 @@ MOST_ITEMS = 1000  # of a list or dict; longer ones are treated as tables, unles
 MOST_OBJECTS = 20_000
 FOREIGN = ("torch", "numpy", "builtins", "pyarrow", "pandas")  # packages whose objects are not searched
 OPEN = ("torch.utils.data",)  # exceptions that are searched: Subset and similar classes hold data sets
+INSTALLED = frozenset(("site-packages", "dist-packages"))  # folders of installed packages
 FOREIGN_PACKAGES = {*FOREIGN, *sys.stdlib_module_names, "trainapp", "transformers"}
 # Whose modules keep their state in buffers, or whose attributes are caches.
 LIBRARIES = ("torch.", "trainapp.", "transformers.")
@@ -140,7 +143,7 @@ def held_members(member: Member) -> Iterator[Member]:
     elif not isinstance(value, (type, types.ModuleType)):
         module_name = type(value).__module__
         if module_name.partition(".")[0] not in FOREIGN or module_name.startswith(OPEN):
-            for name, attribute in list(getattr(value, "__dict__", {}).items()):
+            for name, attribute in list(attributes_of(value).items()):
                 yield member.child(name, attribute)
 
 
@@ -158,13 +161,47 @@ def closure_of(function: types.FunctionType) -> dict[str, Any]:
     return variables
 
 
-def global_names(code: types.CodeType) -> set[str]:
-    """Return the names of global variables and attributes that a function, or one defined inside of it, reads."""
+class Namespace(NamedTuple):
+    """Variables of a module that a function uses."""
+
+    module_name: str
+    variables: dict[str, Any]  # all of the module's
+    names: set[str]  # of those that the function uses
+
+
+def namespaces_of(function: types.FunctionType) -> list[Namespace]:
+    """Return what a function, or one defined inside of it, uses of its own module, and of the user's modules that it
+    refers to, as in `utils.STEP += 1`.
+    """
+    names = _global_names(function.__code__)
+    namespaces: list[Namespace] = []
+    coming = [(function.__module__, function.__globals__)]
+    visited = {id(function.__globals__)}
+    while coming:
+        module_name, variables = coming.pop()
+        used = names & variables.keys()
+        namespaces.append(Namespace(module_name, variables, used))
+        for name in sorted(used):
+            value = variables[name]
+            if isinstance(value, types.ModuleType) and _is_users_module(value) and id(vars(value)) not in visited:
+                visited.add(id(vars(value)))
+                coming.append((value.__name__, vars(value)))
+    return namespaces
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    """Return the names of global variables and attributes that a function, or one defined inside of it, uses."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= global_names(constant)
+            names |= _global_names(constant)
     return names
+
+
+def _is_users_module(module: types.ModuleType) -> bool:
+    """Return whether it is a module of the user's project, not of an installed package."""
+    folders = Path(getattr(module, "__file__", None) or "").parts
+    return INSTALLED.isdisjoint(folders) and module.__name__.partition(".")[0] not in FOREIGN_PACKAGES
 
 
 def joined(*parts: str) -> str:
@@ -211,6 +248,13 @@ def is_foreign(value: Any) -> bool:
     if isinstance(value, _SEARCHED):
         return False
     return type(value).__module__.partition(".")[0] in FOREIGN_PACKAGES
+
+
+def is_iterator(value: Any) -> bool:
+    """Return whether it is a generator or another iterator of a library's, such as of a data loader: what has been
+    taken from it cannot be put back.
+    """
+    return isinstance(value, Iterator) and is_foreign(value)
 
 
 def moves_at_commit(value: Any) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
-from trainapp.draws.record import GLOBALS, TopicKind, shown_name
+from trainapp.draws.record import GLOBALS, ITERATORS, TopicKind, shown_name
 from trainapp.errors import TrainingStopped
 from trainapp.losses.losses import has_embeddings
 from trainapp.models.inspect import batchnorms, instead_of_batchnorm, per_sample_buffers
@@ -19,11 +19,11 @@ from trainapp.units import bytes_text, listed
 
 
 def warn_of_trials(session: Session) -> None:
-    """Warn before the first step of what trial calls have found: results that depend on the padding, and global
-    variables that a forward writes. The recipe says the rest.
+    """Warn before the first step of what trial calls have found: results that depend on the padding, global variables
+    that a forward writes, and iterators that it advances. The recipe says the rest.
     """
     for topic, text in session.engine.draw_record.depends.items():
-        if topic == GLOBALS or TopicKind.PADDING.includes(topic):
+        if topic in (GLOBALS, ITERATORS) or TopicKind.PADDING.includes(topic):
             session.tracker.warn_once(text, topic=topic)
 
 
@@ -94,6 +94,19 @@ def _warn_of_what_is_not_restored(session: Session, context: UpdateContext) -> N
             "less in it, or keep it in a buffer of the model",
             topic="not restored",
         )
+    iterators = session.snapshot.advanced_iterators()
+    if iterators:
+        session.tracker.warn_once(f"step {context.step_number}: {iterators_text(iterators)}", topic=ITERATORS)
+
+
+def iterators_text(names: Collection[str]) -> str:
+    """Return the message about iterators that a forward advances, by their names."""
+    return (
+        f"the forward takes items from {listed(sorted(names))}, an iterator, once per micro-batch, and nothing can put "
+        "them back: the check of the loss before the first step takes some, a step that is retried after an "
+        "out-of-memory error gets others than its failed attempt, and a resumed run begins anew; make what it yields "
+        "part of the samples, or return its position from a state_dict"
+    )
 
 
 def _record_writes(session: Session, size: int, is_cut_here: bool) -> None:
@@ -119,7 +132,8 @@ def _record_writes(session: Session, size: int, is_cut_here: bool) -> None:
 
     # Any other state, except rows that belong to samples, and a task that sees the whole step.
     modules = {"model": session.state.model, **session.state.stateful.modules}
-    other_state = written - statistics - per_sample_buffers(modules)
+    iterators = set(session.snapshot.advanced_iterators())  # which have a message of their own
+    other_state = written - statistics - iterators - per_sample_buffers(modules)
     if has_embeddings(session.engine.task):  # the task is called once per step
         other_state = {name for name in other_state if not _root_of(name).endswith("task")}
     if not session.has_compared_ranks:

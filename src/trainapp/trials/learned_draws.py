@@ -26,7 +26,7 @@ from trainapp.parallel.ranks import Ranks
 from trainapp.trials.comparison import SplitValues
 from trainapp.trials.modes import NO_CHECK_NEEDED, OF_CHECKPOINT, Mode, has_all_values, needs_no_check
 from trainapp.trials.obstacles import Obstacle, Reason
-from trainapp.trials.precisions import first_working_result, note_globals, precisions_to_try
+from trainapp.trials.precisions import first_working_result, note_traces, precisions_to_try
 from trainapp.trials.probe import TaskProbe
 from trainapp.trials.samples import Samples
 from trainapp.trials.setup import TrialSetup
@@ -117,7 +117,7 @@ def _learn_mode(setup: TrialSetup, samples: Samples, mode: Mode, draw_record: Dr
     read = functools.partial(_read_shapes, mode=mode, draw_record=draw_record)
     try:
         result = first_working_result(factories(noise=None), read, mode.is_trained)
-        note_globals(result, draw_record)
+        note_traces(result, draw_record)
         candidates, other_draws = result.value
     except Exception as error:  # the first step raises it again, with its traceback
         return f"not known: {summary_of(error)}; {BY_DEFAULT}"

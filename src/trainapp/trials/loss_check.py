@@ -41,7 +41,7 @@ from trainapp.trials.messages import DependsOnSplit, Finding, Refused
 from trainapp.trials.modes import NO_CHECK_NEEDED, Mode, has_all_values, needs_no_check
 from trainapp.trials.obstacles import Obstacle, Reason
 from trainapp.trials.parts import TaskFindings, compare_with_parts
-from trainapp.trials.precisions import FP64, first_working_result, note_globals, precisions_to_try
+from trainapp.trials.precisions import FP64, first_working_result, note_traces, precisions_to_try
 from trainapp.trials.samples import Samples
 from trainapp.trials.setup import TrialSetup
 
@@ -138,7 +138,7 @@ def _check_mode(setup: TrialSetup, mode: Mode, draw_record: DrawRecord) -> ModeO
     compare = functools.partial(compare_with_parts, mode=mode, draw_record=draw_record)
     try:
         result = first_working_result(precisions_to_try(setup, samples, mode.task), compare, mode.is_trained)
-        note_globals(result, draw_record)
+        note_traces(result, draw_record)
     except Exception as error:  # the first step raises it again
         return ModeOutcome(Outcome(_not_compared(Obstacle(Reason.ERROR, summary_of(error)))))
     plain = result.value

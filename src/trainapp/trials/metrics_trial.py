@@ -70,7 +70,7 @@ def _try_on_examples(session: Session) -> set[str]:
     modules = session.state.modules
     names: set[str] = set()
     copied: Parameters = "all" if is_small(*modules) else "written"
-    contents = Contents(session.state.model, losses.unchecked(session.task))
+    contents = Contents(model=session.state.model, task=losses.unchecked(session.task))
     session.ranks.enable_votes(False)
 
     # Each rank by itself: one that fails here continues with the next set.

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from trainapp.draws.record import GLOBALS, DrawRecord, TopicKind
+from trainapp.draws.record import GLOBALS, ITERATORS, DrawRecord, TopicKind
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
 from trainapp.losses.losses import is_built_in
@@ -32,6 +32,7 @@ from trainapp.trials.samples import HalvedBatch, TrialBatch
 from trainapp.units import listed
 
 SHUFFLED = TopicKind.DRAWS.topic("randperm.generator_out")  # a permutation of the batch: it mixes samples
+_SAY_NOTHING_OF_DRAWS = {SHUFFLED, GLOBALS, ITERATORS}  # topics of a record
 # Computations with other rounding. Each decides by chance which of two equal numbers is the larger one, so that all of
 # them decide alike, and hide that an argmax may flip, once in 128 times.
 REPEATS = 8
@@ -106,7 +107,7 @@ class ModeCalls:
     @property
     def knows_draws(self) -> bool:
         """Whether it is known which draws are whose. Ask after a call."""
-        return self._layouts is not None and self._record.draws and self._record.depends.keys() <= {SHUFFLED, GLOBALS}
+        return self._layouts is not None and self._record.draws and self._record.depends.keys() <= _SAY_NOTHING_OF_DRAWS
 
     def with_other_rounding(self, batch: TrialBatch) -> list[Sums]:
         """Return the results for a batch, computed with other rounding."""

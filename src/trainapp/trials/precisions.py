@@ -15,11 +15,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from trainapp.draws.record import GLOBALS, DrawRecord
+from trainapp.draws.record import GLOBALS, ITERATORS, DrawRecord
 from trainapp.errors import summary_of
 from trainapp.losses.losses import CheckedTask
 from trainapp.memory.cpu import uncompiled
 from trainapp.state.stateful import Stateful, held_tensors
+from trainapp.training.dependence import iterators_text
 from trainapp.trials.probe import Compute, ProbeInputs, TaskProbe, is_small, lacks_gradients
 from trainapp.trials.samples import Samples
 from trainapp.trials.setup import TrialSetup
@@ -83,14 +84,20 @@ class ProbeResult(Generic[T]):
     precision: str  # of its probe
     failures: dict[str, str]  # why there is none in a higher precision, by precision
     written_globals: Collection[str]  # names of the global variables that the calls have written
+    advanced_iterators: Collection[str]  # names of the iterators from which the calls have taken items
 
 
-def note_globals(result: ProbeResult[Any], draw_record: DrawRecord) -> None:
-    """Record which global variables the calls have written: what `training.dependence` says before the first step."""
+def note_traces(result: ProbeResult[Any], draw_record: DrawRecord) -> None:
+    """Record which global variables the calls have written, and which iterators they have advanced: what
+    `training.dependence` says before the first step.
+    """
+    if result.advanced_iterators:
+        draw_record.depends[ITERATORS] = iterators_text(result.advanced_iterators)
     if result.written_globals:
         draw_record.depends[GLOBALS] = (
-            f"the forward writes {listed(sorted(result.written_globals))}, which is part of no checkpoint, and not "
-            "restored when a step is retried; make it a buffer of the model, or return it from a state_dict"
+            f"the forward writes {listed(sorted(result.written_globals))}, which is part of no checkpoint, and "
+            "restored when a step is retried only if it is a number, a string or a tuple of these; make it a buffer of "
+            "the model, or return it from a state_dict"
         )
 
 
@@ -119,7 +126,7 @@ def first_working_result(
         lost = probe.snapshot.lost
         if lost:
             log.warning("a trial call of the task has changed %s in place; frozen, it had no copy", listed(lost))
-        return ProbeResult(value, precision, failures, probe.written_globals)
+        return ProbeResult(value, precision, failures, probe.written_globals, probe.advanced_iterators)
     raise ValueError("no way to call the task")
 
 

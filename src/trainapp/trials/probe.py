@@ -104,7 +104,7 @@ class TaskProbe:
 
         # The state with which every call starts. Of a large model, most of the memory may be frozen.
         self._generators = [owner for owner in stateful.owners.values() if owner.kind == "generator"]
-        self._contents = Contents(model, task.unchecked)
+        self._contents = Contents(model=model, task=task.unchecked)
         self.snapshot = Snapshot.of(stateful)
         self.snapshot.take("all" if is_small(model, task.unchecked) else "trained")
 
@@ -147,13 +147,18 @@ class TaskProbe:
                 drew_outside_torch = states_before != self._generator_states()
                 return Sums(_as_number(loss), _as_number(count), metric_sums, drew_outside_torch, metrics_error)
         finally:
+            self._contents.restore()  # first: names the global variables that the snapshot would put back, too
             self.snapshot.restore()
-            self._contents.restore()
 
     @property
     def written_globals(self) -> Collection[str]:
         """The names of the global variables that the calls have written."""
         return self._contents.written_globals
+
+    @property
+    def advanced_iterators(self) -> Collection[str]:
+        """The names of the iterators from which the calls have taken items."""
+        return self._contents.advanced_iterators
 
     def _copy_to_device(self, tensor: Tensor) -> Tensor:
         dtype = self.dtype if tensor.is_floating_point() else None

@@ -91,16 +91,14 @@ class FirstSamples:
         dataset: theirs.
         split: see `BatchLoader`.
         seed: see `Fetcher`.
-        device: of modules that the data set has.
     """
 
-    def __init__(self, source: Source, dataset: Any, split: Split | None, seed: int, device: torch.device):
+    def __init__(self, source: Source, dataset: Any, split: Split | None, seed: int):
         self.is_of_stream = is_stream(dataset)
         self._source = source
         self._dataset = dataset
         self._split = split
         self._seed = seed
-        self._device = device
         self._fetched: Samples | Obstacle | None = None  # None until they are asked for
 
     @property
@@ -124,8 +122,6 @@ class FirstSamples:
     def _fetch_without_a_trace(self, data: Any, indices: list[Any]) -> "Samples | Obstacle":
         """Return these samples of a data set, whose state stays as it is."""
         stateful = Stateful(data=data)
-        for module in stateful.modules.values():
-            module.to(self._device)
         try:
             with Snapshot.of(stateful).undone():
                 samples = first_samples(data, indices[:COMPARED_SAMPLES], self._seed)
