@@ -113,7 +113,10 @@ def _locate(session: Session, error: BaseException) -> tuple[Phase, str]:
     # A backward passes through no frames of modules, but while memory is watched, the running one is tracked.
     while tracked_path and tracked_path not in paths.values():  # starts with wrappers of DDP or FSDP2
         _, _, tracked_path = tracked_path.partition(".")
-    return phase, module_path or tracked_path
+    path = module_path or tracked_path
+    if not path and not session.memory.sees_modules:
+        return phase, "compiled"
+    return phase, path
 
 
 def _first_line(error: BaseException) -> str:
