@@ -1,7 +1,9 @@
 """What a process needs before torch is imported: variables that malloc, torch and cuBLAS read once."""
 
 import os
+from pathlib import Path
 
+from trainapp.config.schema import Config
 from trainapp.memory import host
 
 # On import, torch 2.13 reads the first of these that is set: c10/cuda/CUDAAllocatorConfig.h. (The second only in a ROCm
@@ -9,12 +11,32 @@ from trainapp.memory import host
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
+OSRELEASE = Path("/proc/sys/kernel/osrelease")
+
+
+def uses_expandable_segments(config: Config) -> bool:
+    """Return whether the run asks torch for expandable segments: by its setting and, on Windows' Linux (WSL), only if
+    the user has made it. There the first allocation may fail ("CUDA driver error: unknown error" or "device not ready",
+    pytorch#192330), which is no out-of-memory error, so the run would end.
+    """
+    name = "memory.expandable_segments"
+    return config.memory.expandable_segments and (name in config.given or not _is_wsl())
+
+
+def _is_wsl() -> bool:
+    """Return whether this is Linux inside Windows, by the name of its kernel."""
+    try:
+        return "microsoft" in OSRELEASE.read_text().lower()
+    except OSError:  # not Linux
+        return False
+
+
 def prepare_process(expandable_segments: bool, deterministic: bool) -> None:
     """Set variables that malloc, torch and cuBLAS read once per process, unless the user has. Call before torch is
     imported.
 
     Args:
-        expandable_segments: the setting `memory.expandable_segments`.
+        expandable_segments: see `uses_expandable_segments`.
         deterministic: whether a run in this process may have `train.deterministic=true`.
     """
     host.prepare_allocator()
