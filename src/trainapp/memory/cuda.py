@@ -115,6 +115,9 @@ class CudaMemory(DeviceMemory):
             pickle.dump(snapshot, file)
         return True
 
+    def cache_flushes(self) -> int:
+        return torch.cuda.memory_stats_as_nested_dict(self.device).get("num_alloc_retries", 0)
+
     def window(self) -> dict[str, float]:
         stats = torch.cuda.memory_stats(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)

@@ -102,6 +102,10 @@ class DeviceMemory:
         """
         return None
 
+    def cache_flushes(self) -> int:
+        """Return how often the allocator has freed its cache to serve a request. Does not wait for kernels."""
+        return 0
+
     def events(self, gradients: Iterable[Tensor]) -> tuple[Events, StorageCategories]:
         """Return allocations and frees of the last watched block, and the categories of their storages, for a picture.
         Empty if the allocator has its own record, see `dump`.

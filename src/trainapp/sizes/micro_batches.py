@@ -14,11 +14,14 @@ from trainapp.sizes.splitter import Splitter
 
 
 class LargestMicroBatch(NamedTuple):
-    """The largest micro-batch of a shape, in samples and in elements; the peak of full-size micro-batches."""
+    """The largest micro-batch of a shape, in samples and in elements; the peak of full-size micro-batches, and whether
+    the device's allocator had to free its cache for one.
+    """
 
     samples: int = 0
     elements: int = 0
     peak: PeakSample | None = None
+    has_flushed: bool = False
 
     def merged(self, other: "LargestMicroBatch") -> "LargestMicroBatch":
         """Return the larger of each."""
@@ -28,7 +31,12 @@ class LargestMicroBatch(NamedTuple):
         peak = other.peak
         if self.peak:
             peak = self.peak.worst(other.peak)
-        return LargestMicroBatch(max(self.samples, other.samples), max(self.elements, other.elements), peak)
+        return LargestMicroBatch(
+            max(self.samples, other.samples),
+            max(self.elements, other.elements),
+            peak,
+            self.has_flushed or other.has_flushed,
+        )
 
 
 NOTHING_YET = LargestMicroBatch()
@@ -310,8 +318,15 @@ class MicroBatchSizes:
         history = self.history[self.current.bucket]
         history.attempt = history.attempt.merged(LargestMicroBatch(peak=PeakSample(peak - resident, limit - resident)))
 
+    def record_flush(self) -> None:
+        """Record that the device's allocator had to free its cache to serve the current micro-batch, without an error,
+        see `SizeSearch.record_success`.
+        """
+        history = self.history[self.current.bucket]
+        history.attempt = history.attempt._replace(has_flushed=True)
+
     def record_success(self, ranks: Ranks, may_change: bool | None = None) -> dict[int, int]:
-        """Record a clean step or evaluation batch. Return `{bucket: size}` of the larger sizes to try next.
+        """Record a clean step or evaluation batch. Return `{bucket: size}` of the other sizes to try next.
 
         Args:
             ranks: see the class.
@@ -336,17 +351,17 @@ class MicroBatchSizes:
         self.schedule.in_force = {bucket: self._size_in_force(bucket, largest) for bucket in buckets}
 
         # Every search advances by what has run of its shape.
-        grown = {}
+        next_sizes = {}
         for bucket, micro_batch in largest.items():
             search = self._stored_search(bucket)
-            next_size = search.record_success(micro_batch.samples, micro_batch.peak)
+            next_size = search.record_success(micro_batch.samples, micro_batch.peak, micro_batch.has_flushed)
             if next_size is not None:
-                grown[bucket] = next_size
+                next_sizes[bucket] = next_size
         for history in self.history.values():
             history.clean = NOTHING_YET
         if largest:
             self.is_unvalidated = not all(map(self.is_validated, largest))
-        return grown
+        return next_sizes
 
     def _size_in_force(self, bucket: int, largest: Mapping[int, LargestMicroBatch]) -> int:
         """Return the size by which this step's batches of a bucket were split. A new shape that was not (see `split`)

@@ -126,6 +126,15 @@ def sizes_text(sizes: MicroBatchSizes) -> str:
     return ", ".join(texts)
 
 
+def next_size_text(sizes: MicroBatchSizes, bucket: int) -> str:
+    """Return what the next step tries, after a clean one: see `SizeSearch.record_success`."""
+    search = sizes.searches[bucket]
+    size = f"{search.size}{shape_suffix(sizes, bucket)}"
+    if search.failures_in_a_row:
+        return f"runs micro-batch {size}: a larger one makes the device's allocator free its cache in every step"
+    return f"tries a larger micro-batch: {size}"
+
+
 def shape_suffix(sizes: MicroBatchSizes, bucket: int) -> str:
     """Return a suffix that names the shape, if there are several."""
     if len(sizes.searches) < 2:
