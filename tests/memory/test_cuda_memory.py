@@ -141,6 +141,17 @@ def test_both_peaks_are_reported_with_those_of_laps(device):
     assert (memory.peak, memory.peak_reserved) == (3 * GIB, 6 * GIB)
 
 
+def test_freed_caches_are_counted(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {"num_alloc_retries": 3})
+    assert CudaMemory(CUDA, Memory()).cache_flushes() == 3
+
+
+def test_a_slow_run_names_what_others_have(device):
+    device.others, device.reserved = 20 * GIB, 59 * GIB
+    text = CudaMemory(CUDA, Memory()).others_text()
+    assert "this run's allocator has 59.0 GiB, others and libraries have 20.0 GiB, and 1.0 GiB are free" in text
+
+
 # The record
 
 

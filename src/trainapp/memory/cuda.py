@@ -13,6 +13,7 @@ from trainapp.config.schema import Memory
 from trainapp.memory.device import DeviceMemory
 from trainapp.memory.live_tensors import Resident
 from trainapp.torch_private import memory_snapshot, record_memory_history
+from trainapp.units import bytes_text
 
 MAX_HISTORY = 20_000  # recorded allocations and frees, the last of a step; some KB of host memory each
 HEADROOM = 2**30  # bytes; for CUDA's context, library handles and NCCL, which allocate outside torch's allocator
@@ -117,6 +118,17 @@ class CudaMemory(DeviceMemory):
 
     def cache_flushes(self) -> int:
         return torch.cuda.memory_stats_as_nested_dict(self.device).get("num_alloc_retries", 0)
+
+    def others_text(self) -> str:
+        free, total = torch.cuda.mem_get_info(self.device)
+        reserved = torch.cuda.memory_reserved(self.device)
+        others = max(0, total - free - reserved)
+        return (
+            f"of the {bytes_text(total)} of {self.device} this run's allocator has {bytes_text(reserved)}, others and "
+            f"libraries have {bytes_text(others)}, and {bytes_text(free)} are free. If none is, Windows and WSL move "
+            "memory to the host instead of refusing it, which is slow: close what else uses the GPU, or set "
+            "memory.limit"
+        )
 
     def window(self) -> dict[str, float]:
         stats = torch.cuda.memory_stats(self.device)

@@ -106,6 +106,10 @@ class DeviceMemory:
         """Return how often the allocator has freed its cache to serve a request. Does not wait for kernels."""
         return 0
 
+    def others_text(self) -> str:
+        """Return how much of the device's memory others use, for a message. Empty where it is not shared."""
+        return ""
+
     def events(self, gradients: Iterable[Tensor]) -> tuple[Events, StorageCategories]:
         """Return allocations and frees of the last watched block, and the categories of their storages, for a picture.
         Empty if the allocator has its own record, see `dump`.
