@@ -1,6 +1,6 @@
 """The micro-batch size for each shape of data, equal on all ranks, and how fetched batches are split to it."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,6 +11,8 @@ from trainapp.sizes.failures import OUT_OF_MEMORY, AttemptFailure, SizeChange, c
 from trainapp.sizes.schedule import ScheduledSizes, SizeSchedule
 from trainapp.sizes.search import PeakSample, SizeSearch
 from trainapp.sizes.splitter import Splitter
+
+LATEST = 4  # micro-batches that must have one shape for kernels to be timed for it
 
 
 class LargestMicroBatch(NamedTuple):
@@ -123,6 +125,8 @@ class MicroBatchSizes:
     # What this rank has run, by bucket.
     history: defaultdict[int, ShapeHistory] = field(default_factory=lambda: defaultdict(ShapeHistory))
     current: CurrentMicroBatch = NO_MICRO_BATCH
+    # Elements per sample of the latest fetched micro-batches: their shapes, more exact than buckets.
+    latest_shapes: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
     # Whether any rank last ran an unvalidated size. After a failure or new sizes it is true until the next exchange.
     is_unvalidated: bool = True
     schedule: SizeSchedule = field(default_factory=SizeSchedule)
@@ -176,6 +180,16 @@ class MicroBatchSizes:
     def search_has_ended(self) -> bool:
         """Whether no larger size will be tried."""
         return all(search.search_has_ended for search in self.searches.values())
+
+    @property
+    def shape_is_steady(self) -> bool:
+        """Whether the latest micro-batches on this rank had samples of one shape."""
+        return len(self.latest_shapes) == LATEST and not self.shapes_vary
+
+    @property
+    def shapes_vary(self) -> bool:
+        """Whether the latest micro-batches on this rank had samples of several shapes, such as images by their size."""
+        return len(set(self.latest_shapes)) > 1
 
     @property
     def may_change(self) -> bool:
@@ -263,6 +277,7 @@ class MicroBatchSizes:
         elements = elements_in(micro.data)
         bucket = bucket_of(samples, elements)
         self.begin(bucket, samples)  # an error in the exchange between ranks is one of this shape
+        self.latest_shapes.append(elements / samples)
         micro = MicroBatch(*micro[:-1], bucket)  # a quarter of the time of `_replace`
         parts = self._parts(bucket, samples, ranks)
 

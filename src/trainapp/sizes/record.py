@@ -26,6 +26,7 @@ class Sizes:
     autotuner: Autotuner | None  # None without CUDA, and where results must be deterministic
     oom_restarts: int  # recoveries from out-of-memory errors since the run began, over all its processes
     recoveries: int  # these, and those from micro-batches with too few samples for the model
+    shape_is_steady: bool = False  # whether the latest training micro-batches had one shape, on every rank its own
 
     def __post_init__(self) -> None:
         self.train = next(iter(self.by_update.values()))
