@@ -1,10 +1,13 @@
 """What a process needs before torch is imported: variables that malloc, torch and cuBLAS read once."""
 
 import os
+import sys
 from pathlib import Path
+from typing import NoReturn
 
 from trainapp.config.schema import Config
 from trainapp.memory import host
+from trainapp.run.directory import REPLACES_A_PROCESS
 
 # On import, torch 2.13 reads the first of these that is set: c10/cuda/CUDAAllocatorConfig.h. (The second only in a ROCm
 # build.)
@@ -29,6 +32,14 @@ def _is_wsl() -> bool:
         return "microsoft" in OSRELEASE.read_text().lower()
     except OSError:  # not Linux
         return False
+
+
+def replace_process(run_dir: str) -> NoReturn:
+    """Continue the run in a new process, in place of this one: for whoever waits for it nothing changes."""
+    os.environ[REPLACES_A_PROCESS] = "1"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "trainapp", "continue", run_dir])
 
 
 def prepare_process(expandable_segments: bool, deterministic: bool) -> None:

@@ -14,7 +14,7 @@ import os
 import time
 from typing import NoReturn
 
-from trainapp.errors import OutOfMemory, TrainingStopped
+from trainapp.errors import MustRestart, OutOfMemory, TrainingStopped
 from trainapp.files import OOM_REPORTS
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.picture import Picture
@@ -24,6 +24,7 @@ from trainapp.oom.messages import final_message, one_line
 from trainapp.oom.report import sizes_of_phase, write
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
 from trainapp.sizes.failures import AttemptFailure, ErrorKind, SizeChange
+from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.torch_private import release_failed_backward
 from trainapp.training.attempt import rollback
 from trainapp.training.session import Session
@@ -200,17 +201,11 @@ def _record(session: Session, failure: Failure) -> None:
 
 
 def end_process(session: Session, failure: Failure, decision: Decision) -> NoReturn:
-    """End this process, which cannot go on. Not collective: the launcher ends the other workers.
+    """End this process, which cannot go on, for new ones that continue from the last checkpoint. Not collective: the
+    launcher ends the other workers.
 
-    Raises TrainingStopped if nothing can help, or if nothing would restart this process.
+    Raises MustRestart in a run of one process, and TrainingStopped if nothing can help.
     """
-    if decision.kind is RecoveryKind.RESTART:
-        _leave_for_restart(session, failure, decision.reason)
-    _stop_without_restart(session, failure, decision.reason)
-
-
-def _leave_for_restart(session: Session, failure: Failure, reason: str) -> NoReturn:
-    """End this worker, leaving the sizes for the restarted workers in the run directory."""
     # Choose the size of the new processes. Work without a size also restarts with a smaller one: a new process may
     # have more memory for it.
     sizes = sizes_of_phase(session, failure.phase)
@@ -218,39 +213,55 @@ def _leave_for_restart(session: Session, failure: Failure, reason: str) -> NoRet
     if not failure.phase.depends_on_size:
         attempt_failure = attempt_failure._replace(allocation=None)
     change = sizes.record_failure(SingleRank(), failure=attempt_failure)
+
+    is_one_process = decision.kind is RecoveryKind.END
     if change is None:
-        error_type = OutOfMemory if failure.is_out_of_memory else TrainingStopped
-        raise error_type(f"{one_line(failure)}: no smaller micro-batch can fit")
+        _stop(session, failure, decision.reason, is_one_process)
+    who = "a new process continues" if is_one_process else "all ranks restart"
     action = (
-        f"not recoverable in place ({reason}): all ranks restart from the last checkpoint with "
+        f"not recoverable in place ({decision.reason}): {who} from the last checkpoint with "
         f"{_restart_size(failure, change)}"
     )
     failure.recovery = Recovery(change.old, change.new, action, change.fewest_samples)
-    log.warning("rank %d: %s", session.ranks.rank, one_line(failure))
+    _leave_sizes(session, failure, sizes)
 
-    # Leave it to them in a file, and end at once: other ranks wait in collectives.
+    # End at once where other ranks wait in collectives.
+    if is_one_process:
+        raise MustRestart(f"{one_line(failure)}\n{_how_to_continue(session)}")
+    log.warning("rank %d: %s", session.ranks.rank, one_line(failure))
+    logging.shutdown()
+    os._exit(OUT_OF_MEMORY_EXIT)
+
+
+def _stop(session: Session, failure: Failure, reason: str, is_one_process: bool) -> NoReturn:
+    """End a run for which no smaller micro-batch is left."""
+    failure.recovery = dataclasses.replace(NO_RECOVERY, action=f"{reason}, and no smaller micro-batch can fit")
+    with contextlib.suppress(OSError):
+        write(session, failure)
+    text = one_line(failure)
+    if is_one_process:
+        text += f"\n{_how_to_continue(session)}"
+    error_type = OutOfMemory if failure.is_out_of_memory else TrainingStopped
+    raise error_type(text)
+
+
+def _leave_sizes(session: Session, failure: Failure, failing: MicroBatchSizes) -> None:
+    """Leave the sizes for the new processes in the run directory, and the report of the error."""
     try:
-        session.sizes.leave_for_restart(session.tracker.run_dir, failing=sizes)
+        session.sizes.leave_for_restart(session.tracker.run_dir, failing)
         write(session, failure)
     except OSError as error:  # the restart is more important than its report
         log.warning("the report of the error could not be written: %s", error)
-    logging.shutdown()
-    os._exit(OUT_OF_MEMORY_EXIT)
+
+
+def _how_to_continue(session: Session) -> str:
+    return (
+        "Continue from the last checkpoint in a new process, with a memory.limit below the driver's:\n"
+        f"  {session.config.command}"
+    )
 
 
 def _restart_size(failure: Failure, change: SizeChange) -> str:
     if failure.kind is ErrorKind.TOO_FEW_SAMPLES:
         return f"at least {change.fewest_samples} samples in every micro-batch of this shape"
     return f"micro-batch {change.new} instead of {change.old}"
-
-
-def _stop_without_restart(session: Session, failure: Failure, reason: str) -> NoReturn:
-    """Raise TrainingStopped for a single process, which no launcher restarts."""
-    failure.recovery = dataclasses.replace(NO_RECOVERY, action=reason)
-    with contextlib.suppress(OSError):
-        write(session, failure)
-    error_type = OutOfMemory if failure.is_out_of_memory else TrainingStopped
-    raise error_type(
-        f"{one_line(failure)}; continue from the last checkpoint in a new process, with a memory.limit below "
-        f"the driver's:\n  {session.config.command}"
-    )
