@@ -58,8 +58,8 @@ class Checkpointer:
         self.committed_at: int | None = None  # the step of the last complete checkpoint
         self.has_saved = False  # in this process
         self._not_saved: list[str] = []  # names of what checkpoints do not hold, once some are known
-        # Starts no thread before it is needed. torch's writer asks for CUDA's stream, and a thread begins on GPU 0, where
-        # every rank would open a context.
+        # Starts no thread before it is needed. torch's writer asks for CUDA's stream, and a thread begins on GPU 0,
+        # where every rank would open a context.
         self._background = ThreadPoolExecutor(1, "checkpoint", initializer=_use_device, initargs=(state.device,))
         self.pending: PendingCheckpoint | None = None
 

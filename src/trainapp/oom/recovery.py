@@ -32,6 +32,15 @@ from trainapp.units import listed
 
 log = logging.getLogger(__name__)
 
+# Which kind of error a rank that has not failed takes over, if several ranks have failed in different ways.
+_BY_PRECEDENCE = (
+    ErrorKind.TOO_FEW_SAMPLES,
+    ErrorKind.SIZE_REJECTED,
+    ErrorKind.TOO_LARGE_FOR_KERNEL,
+    ErrorKind.OUT_OF_MEMORY,
+    ErrorKind.NO_ENGINE,
+)
+
 
 def wait_for_device(session: Session) -> None:
     """Wait until the device has finished the failed attempt's work.
@@ -73,10 +82,15 @@ def _exchange_failures(ranks: Ranks, failure: Failure) -> None:
     failure.failed_ranks = [rank for rank, kind in enumerate(kinds_by_rank) if kind is not None]
     if failure.by_peer:
         # Several ranks may have failed, in different ways.
-        for kind in (ErrorKind.TOO_FEW_SAMPLES, ErrorKind.SIZE_REJECTED, ErrorKind.OUT_OF_MEMORY):
+        for kind in _BY_PRECEDENCE:
             if kind in kinds_by_rank:
                 failure.kind = kind
                 break
+
+    # Another algorithm is enough only if no rank has failed otherwise: all of them choose the next size together.
+    other_kinds = {*kinds_by_rank} - {None, ErrorKind.NO_ENGINE}
+    if failure.kind is ErrorKind.NO_ENGINE and other_kinds:
+        failure.kind = ErrorKind.OUT_OF_MEMORY
 
 
 def undo_attempt(session: Session, failure: Failure) -> None:
@@ -108,6 +122,11 @@ def change_size(session: Session, failure: Failure, decision: Decision) -> Recov
     sizes = sizes_of_phase(session, failure.phase)
     size = sizes.current_size
 
+    # Another algorithm may run with this size.
+    if failure.kind is ErrorKind.NO_ENGINE and session.sizes.autotuner is not None:
+        session.sizes.autotuner.allow_any()
+        return Recovery(size, size, f"retrying with micro-batch {size} and algorithms that are not deterministic")
+
     # Where no smaller size can help, free memory may: retry once.
     if _keeps_size(session, failure, decision):
         return Recovery(size, size, f"retrying with micro-batch {size}, after freeing unused memory")
@@ -116,6 +135,8 @@ def change_size(session: Session, failure: Failure, decision: Decision) -> Recov
     ranks = _recovering_ranks(session, failure)
     change = sizes.record_failure(ranks, not failure.by_peer, _attempt_failure(failure))
     is_constant = sizes.stored_or_new_search(sizes.current.bucket).must_try_smallest
+    if change is None and not failure.is_out_of_memory:
+        raise TrainingStopped(f"{one_line(failure)}no smaller micro-batch is left")
     if change is None:
         raise OutOfMemory(final_message(session, failure, size, is_constant))
     if failure.kind is ErrorKind.TOO_FEW_SAMPLES:

@@ -21,6 +21,14 @@ class Autotuner:
 
     def __init__(self) -> None:
         self._settled: set[int] = set()  # ids of sizes
+        self._may_be_deterministic = True
+
+    def allow_any(self) -> None:
+        """Use any algorithms from now on: for some convolution there is no deterministic one. Shapes that have run
+        before a size has settled are then not timed.
+        """
+        self._may_be_deterministic = False
+        torch.backends.cudnn.deterministic = False
 
     def follow(self, sizes: MicroBatchSizes, shape_is_steady: bool) -> bool:
         """Switch the autotuner on or off for work that uses these sizes. Call before that work.
@@ -37,7 +45,7 @@ class Autotuner:
         is_on = is_settled and shape_is_steady
         uses_heuristics = is_settled and sizes.shapes_vary
         torch.backends.cudnn.benchmark = is_on
-        torch.backends.cudnn.deterministic = not (is_on or uses_heuristics)
+        torch.backends.cudnn.deterministic = self._may_be_deterministic and not (is_on or uses_heuristics)
 
         # The autotuner times algorithms in the first settled work.
         if not is_on:
