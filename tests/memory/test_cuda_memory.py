@@ -1,6 +1,7 @@
 """CudaMemory on a device that is played by this file: its cap, counters and record. The real ones are in tests/gpu."""
 
 import gc
+import pickle
 import types
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from trainapp.config.schema import Memory
 from trainapp.memory import cuda
-from trainapp.memory.cuda import HEADROOM, CudaMemory
+from trainapp.memory.cuda import HEADROOM, MOST_FRAMES, CudaMemory
 
 MIB, GIB = 2**20, 2**30
 CUDA = torch.device("cuda", 0)
@@ -196,3 +197,16 @@ def test_a_snapshot_is_taken_of_a_failure_and_for_a_timeline_and_freed(memory, d
     fails(memory)
     with memory.watch({}):  # the next block does not keep the last one's
         assert not memory.dump(tmp_path / "second.pickle")
+
+
+def test_stacks_in_a_snapshot_are_bounded(memory, device, monkeypatch, tmp_path):
+    """Innermost frames first, as torch gives them."""
+    stack = [{"name": f"function_{depth}", "filename": "model.py", "line": depth} for depth in range(200)]
+    blocks = [{"size": 512, "frames": list(stack)}]
+    snapshot = {"segments": [{"blocks": blocks}], "device_traces": [[{"action": "alloc", "frames": list(stack)}]]}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda device: snapshot)
+    fails(memory)
+    assert memory.dump(tmp_path / "snapshot.pickle")
+    written = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())
+    assert written["segments"][0]["blocks"][0]["frames"] == stack[:MOST_FRAMES]
+    assert written["device_traces"][0][0]["frames"] == stack[:MOST_FRAMES]

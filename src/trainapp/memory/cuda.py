@@ -16,6 +16,7 @@ from trainapp.torch_private import memory_snapshot, record_memory_history
 from trainapp.units import bytes_text
 
 MAX_HISTORY = 20_000  # recorded allocations and frees, the last of a step; some KB of host memory each
+MOST_FRAMES = 24  # of a stack in a snapshot, the innermost: whole stacks make a file of tens of MB
 HEADROOM = 2**30  # bytes; for CUDA's context, library handles and NCCL, which allocate outside torch's allocator
 
 
@@ -112,6 +113,7 @@ class CudaMemory(DeviceMemory):
         self._snapshot = None  # free it: it holds a Python stack for each entry
         if snapshot is None:
             return False
+        _bound_stacks(snapshot)
         with path.open("wb") as file:
             pickle.dump(snapshot, file)
         return True
@@ -160,3 +162,13 @@ class CudaMemory(DeviceMemory):
         self._record_peaks(peak, peak_reserved)
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _bound_stacks(snapshot: dict[str, Any]) -> None:
+    """Keep the innermost frames of each Python stack in an allocator's snapshot."""
+    entries = [entry for trace in snapshot["device_traces"] for entry in trace]
+    for segment in snapshot["segments"]:
+        entries += [segment, *segment.get("blocks", ())]
+    for entry in entries:
+        if "frames" in entry:
+            entry["frames"] = entry["frames"][:MOST_FRAMES]

@@ -21,7 +21,7 @@ from trainapp.memory.picture import Picture
 from trainapp.oom.decision import Decision, RecoveryKind
 from trainapp.oom.failure import NO_RECOVERY, Failure, Recovery
 from trainapp.oom.messages import final_message, one_line
-from trainapp.oom.report import sizes_of_phase, write
+from trainapp.oom.report import path_of, sizes_of_phase, write
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
 from trainapp.sizes.failures import AttemptFailure, ErrorKind, SizeChange
 from trainapp.sizes.micro_batches import MicroBatchSizes
@@ -187,8 +187,6 @@ def _change_text(failure: Failure, change: SizeChange, is_constant: bool) -> str
 
 def report(session: Session, failure: Failure) -> None:
     """Report the error on the terminal at once, in oom/ of the run directory, and in the trackers."""
-    failure.seconds_lost = time.monotonic() - session.attempt.started
-
     # One line on the terminal.
     if failure.by_peer:
         failed_ranks = listed(map(str, failure.failed_ranks))
@@ -211,8 +209,10 @@ def report(session: Session, failure: Failure) -> None:
 
 def _record(session: Session, failure: Failure) -> None:
     """Write the report to the run directory and the trackers. Raises OSError."""
-    path = write(session, failure)
+    path = path_of(session, failure)
     session.memory.dump(path.with_suffix(".snapshot.pickle"))
+    failure.seconds_lost = time.monotonic() - session.attempt.started  # with those of the dump: on CUDA a second or two
+    write(session, failure)
     session.tracker.text("out_of_memory", one_line(failure), failure.step)
     if failure.events:
         title = f"out of memory at step {failure.step} in {failure.location}, micro-batch {failure.recovery.old_size}"
