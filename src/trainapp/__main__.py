@@ -19,10 +19,11 @@ from omegaconf import DictConfig, OmegaConf
 import trainapp
 from trainapp import commands
 from trainapp.config import command_line, compose, mistakes
-from trainapp.errors import Reported, UserError
+from trainapp.errors import MustRestart, Reported, UserError
 from trainapp.files import CONF
 from trainapp.launch import environment, launch
 from trainapp.launch.lock import locked
+from trainapp.launch.process import replace_process
 from trainapp.launch.run_settings import write_settings
 from trainapp.signals import PAUSED, TIME_IS_UP, Interrupted
 
@@ -84,6 +85,11 @@ def _run_job(composed: DictConfig, run_dir: str, by_launcher: bool) -> float | N
         write_settings(composed, config, hydra_config.overrides.task, flags)
         try:
             return launch.launch(config, by_launcher)
+        except MustRestart as broken:
+            if by_launcher or not config.activity.trains:  # other jobs follow in this process; or nothing to continue
+                raise
+            log.warning("%s", str(broken).partition("\n")[0])
+            replace_process(run_dir)
         except Interrupted as stopped:
             if by_launcher and stopped.signal in (TIME_IS_UP, PAUSED) and config.train.max_time != "auto":
                 return math.nan  # of this job alone; its objective is not compared

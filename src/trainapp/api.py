@@ -22,7 +22,7 @@ from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import LOG
 from trainapp.launch import environment
 from trainapp.launch.lock import locked
-from trainapp.launch.process import prepare_process
+from trainapp.launch.process import prepare_process, uses_expandable_segments
 from trainapp.run import directory
 from trainapp.signals import TIME_IS_UP, TO_BE_CONTINUED, Interrupted, handled_by
 from trainapp.tracking import terminal
@@ -183,7 +183,7 @@ def _run(config: Config) -> None:
             return _run_as_command(config)
 
         # In this process. Torch is imported below, once the process is prepared.
-        with locked(config.run_dir), _as_before(config.memory.expandable_segments):
+        with locked(config.run_dir), _as_before(uses_expandable_segments(config)):
             from trainapp.run import runner
 
             directory.require_same_experiment(config)

@@ -36,6 +36,10 @@ class OutOfMemory(TrainingStopped):
     kind = OUT_OF_MEMORY
 
 
+class MustRestart(OutOfMemory):
+    """Memory has run out in a way that has broken this process: a new one can continue from the last checkpoint."""
+
+
 class Reported(SystemExit):
     """Carries a UserError past Hydra, which prints its own line before every Exception, or hides it."""
 

@@ -24,6 +24,8 @@ CHANGES = {"another seed": ("train", "seed", 12345), "another setting": ("train"
 class OneTensor:
     """The parts of a TrainState that a Checkpointer needs."""
 
+    device = torch.device("cpu")
+
     def __init__(self, value: float, floats: int = 1000):
         self.value = torch.full((floats,), float(value))
 

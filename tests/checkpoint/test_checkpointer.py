@@ -173,3 +173,17 @@ def test_a_named_checkpoint_is_read_where_none_is_saved(tmp_path):
     result = runs.run(tmp_path / "out", *MLP, "mode=eval", resume, "checkpointing=off", "every.eval=2")
     assert result.steps == 2
     assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_the_thread_in_the_background_uses_the_runs_device(tmp_path, monkeypatch):
+    """A new thread's current device is GPU 0, where torch's writer would open a context of every rank."""
+    devices = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.append((device, threading.current_thread())))
+    state = OneTensor(1)
+    state.device = torch.device("cuda", 3)
+    checkpointer = Checkpointer(state, directory(tmp_path), SingleRank(), asynchronous=True)
+    checkpointer.save(1, {}, {}, False)
+    checkpointer.finish()
+    ((device, thread),) = devices
+    assert device == state.device
+    assert thread is not threading.current_thread()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from trainapp.data import loader
 from trainapp.data.loader import BatchLoader, Request
 from trainapp.data.workers import build_loader
 
@@ -115,3 +116,14 @@ next(items)
 @pytest.mark.slow
 def test_a_stuck_worker_ends_with_the_program():
     assert subprocess.run([sys.executable, "-c", STUCK], env=helpers.environment(), timeout=60).returncode == 0
+
+
+def test_only_tensors_on_the_cpu_are_pinned(monkeypatch):
+    """A data set may keep its samples on the GPU."""
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    on_cpu, elsewhere = torch.zeros(2), torch.zeros(2, device="meta")
+    assert loader._pinned(on_cpu) is on_cpu
+    assert loader._pinned(elsewhere) is elsewhere
+    assert len(pinned) == 1
+    assert pinned[0] is on_cpu

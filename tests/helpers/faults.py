@@ -47,6 +47,7 @@ ERRORS = {
     "no engine": (RuntimeError, NO_ENGINE),
     "no engine for memory": (RuntimeError, NO_ENGINE),
     "swallowed exception": (ValueError, "the labels are wrong"),
+    "kernel": (RuntimeError, "CUDA error: invalid configuration argument"),
     # From these no process recovers.
     "driver": (RuntimeError, "CUDA driver error: out of memory"),
     "nccl": (

@@ -8,7 +8,8 @@ import pytest
 import runs
 from helpers import environment
 
-from trainapp.launch.process import ALLOCATOR_SETTINGS, prepare_process
+from trainapp.launch import process
+from trainapp.launch.process import ALLOCATOR_SETTINGS, prepare_process, uses_expandable_segments
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 NAMES = (*ALLOCATOR_SETTINGS, CUBLAS)
@@ -40,6 +41,24 @@ def test_what_the_user_has_set_wins_under_any_name(prepared, name):
     """PYTORCH_CUDA_ALLOC_CONF beside PYTORCH_ALLOC_CONF would hide it: torch reads one of them."""
     chosen = {name: "backend:cudaMallocAsync"}
     assert prepared(chosen) == chosen
+
+
+@pytest.mark.parametrize(
+    ("kernel", "overrides", "expected"),
+    [
+        ("6.8.0-45-generic\n", (), True),
+        ("5.15.153.1-microsoft-standard-WSL2\n", (), False),
+        ("5.15.153.1-microsoft-standard-WSL2\n", ("memory.expandable_segments=true",), True),
+        ("6.8.0-45-generic\n", ("memory.expandable_segments=false",), False),
+        (None, (), True),
+    ],
+)
+def test_the_first_allocation_may_fail_under_wsl(tmp_path, monkeypatch, kernel, overrides, expected):
+    """No file: the system is not Linux."""
+    monkeypatch.setattr(process, "OSRELEASE", tmp_path / "osrelease")
+    if kernel is not None:
+        process.OSRELEASE.write_text(kernel)
+    assert uses_expandable_segments(runs.configure(tmp_path, *runs.MODELS["mlp"], *overrides)) is expected
 
 
 def test_cublas_is_deterministic_where_a_job_may_ask_for_it(prepared):

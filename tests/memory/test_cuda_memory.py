@@ -1,6 +1,7 @@
 """CudaMemory on a device that is played by this file: its cap, counters and record. The real ones are in tests/gpu."""
 
 import gc
+import pickle
 import types
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from trainapp.config.schema import Memory
 from trainapp.memory import cuda
-from trainapp.memory.cuda import HEADROOM, CudaMemory
+from trainapp.memory.cuda import HEADROOM, MOST_FRAMES, CudaMemory
 
 MIB, GIB = 2**20, 2**30
 CUDA = torch.device("cuda", 0)
@@ -141,6 +142,17 @@ def test_both_peaks_are_reported_with_those_of_laps(device):
     assert (memory.peak, memory.peak_reserved) == (3 * GIB, 6 * GIB)
 
 
+def test_freed_caches_are_counted(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {"num_alloc_retries": 3})
+    assert CudaMemory(CUDA, Memory()).cache_flushes() == 3
+
+
+def test_a_slow_run_names_what_others_have(device):
+    device.others, device.reserved = 20 * GIB, 59 * GIB
+    text = CudaMemory(CUDA, Memory()).others_text()
+    assert "this run's allocator has 59.0 GiB, others and libraries have 20.0 GiB, and 1.0 GiB are free" in text
+
+
 # The record
 
 
@@ -185,3 +197,16 @@ def test_a_snapshot_is_taken_of_a_failure_and_for_a_timeline_and_freed(memory, d
     fails(memory)
     with memory.watch({}):  # the next block does not keep the last one's
         assert not memory.dump(tmp_path / "second.pickle")
+
+
+def test_stacks_in_a_snapshot_are_bounded(memory, device, monkeypatch, tmp_path):
+    """Innermost frames first, as torch gives them."""
+    stack = [{"name": f"function_{depth}", "filename": "model.py", "line": depth} for depth in range(200)]
+    blocks = [{"size": 512, "frames": list(stack)}]
+    snapshot = {"segments": [{"blocks": blocks}], "device_traces": [[{"action": "alloc", "frames": list(stack)}]]}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda device: snapshot)
+    fails(memory)
+    assert memory.dump(tmp_path / "snapshot.pickle")
+    written = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())
+    assert written["segments"][0]["blocks"][0]["frames"] == stack[:MOST_FRAMES]
+    assert written["device_traces"][0][0]["frames"] == stack[:MOST_FRAMES]

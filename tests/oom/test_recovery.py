@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainapp.config.schema import Config
 from trainapp.errors import TrainingStopped
+from trainapp.memory.cpu import CpuMemory
 from trainapp.oom import recovery
 from trainapp.run import runner
 from trainapp.run.recover import recover
@@ -189,3 +190,14 @@ def test_recovery_runs_outside_except(tmp_path, monkeypatch):
     monkeypatch.setattr(recovery, "rollback", looking)
     Recorded(tiny(tmp_path, *cell("mlp", "fp32")), Fault("forward", 2, 1))
     assert handled == [None]
+
+
+def test_the_memory_that_is_free_is_measured_again(tmp_path, monkeypatch):
+    """On CUDA without a limit: others may have taken some since the cap was set. After the failed step is freed."""
+    calls = []
+    for name in ("release", "enforce"):
+        method = getattr(CpuMemory, name)
+        monkeypatch.setattr(CpuMemory, name, lambda self, name=name, method=method: calls.append(name) or method(self))
+    fault = Fault("backward", 2)
+    Recorded(tiny(tmp_path, *MODELS["mlp"], "every.eval=null"), fault)
+    assert calls[-2:] == ["release", "enforce"]

@@ -1,11 +1,13 @@
 """The recipe: what a run says of itself when it starts."""
 
+import dataclasses
 import json
 
 import pytest
 import runs
 import torch
 
+from trainapp.optim.precision import has_tf32
 from trainapp.run import recipe, recipe_text
 
 MLP = runs.MODELS["mlp"]
@@ -261,3 +263,25 @@ def test_a_run_writes_it(tmp_path):
     assert written["schedule"]["total_steps"] == 1
     assert written["model"]["class"] == "MLP"
     assert written["grad_clip"] == 1.0
+
+
+def test_what_a_gpu_computes_in_another_way(tmp_path):
+    run = runs.closed(tmp_path, *MLP)
+    facts = recipe.recipe_of(run)
+    assert not {"tf32_is_unused", "without_cudnn"} & facts.to_dict().keys()  # on the CPU
+    on_gpu = dataclasses.replace(facts, tf32_is_unused=True, without_cudnn=["encoder.lstm"])
+    (line,) = [line for line in recipe_text.lines_of(on_gpu) if line.startswith("precision: ")]
+    assert line == (
+        "precision: fp32 throughout; precision=tf32 is faster on this GPU and rounds the operands of matmuls and "
+        "convolutions to 11 bits; encoder.lstm without cuDNN, whose dropout no seed repeats"
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "expected"), [((8, 6), None, True), ((7, 5), None, False), ((9, 4), "6.2", False)]
+)
+def test_tf32(monkeypatch, capability, hip, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert has_tf32(torch.device("cuda", 0)) is expected
+    assert not has_tf32(torch.device("cpu"))

@@ -335,3 +335,22 @@ def test_nothing_is_known_of_a_lower_limit_without_peaks():
     search.peaks = {32: PeakSample(3200, 6000)}  # of a search that was about to try 64
     assert search.begin_below(3000)
     assert search.size == 29
+
+
+def test_a_size_for_which_the_cache_is_freed_twice_is_too_large():
+    """Once may be chance: the size is repeated. Then memory is too tight for it, though no allocation failed."""
+    search = SizeSearch(16, clean_steps=1)
+    assert search.record_success(16, has_flushed=True) is None
+    assert (search.size, search.clean) == (16, 0)
+    assert search.record_success(16, has_flushed=True) == 8
+    assert search.smallest_failing == 16
+    assert search.record_success(8) == 12
+    assert [search.record_success(12, has_flushed=flushed) for flushed in (True, True)] == [None, 8]
+    assert search.record_success(8) == 10
+
+
+def test_the_smallest_size_and_a_fixed_one_stay_however_tight_memory_is():
+    for search in (SizeSearch(1, clean_steps=3), SizeSearch(16, clean_steps=3, grow=False)):
+        size = search.size
+        assert [search.record_success(size, has_flushed=True) for _ in range(3)] == [None] * 3
+        assert (search.size, search.is_validated) == (size, True)

@@ -17,6 +17,7 @@ from trainapp.config.targets import Spec, Written, construct
 from trainapp.data.batch import map_tensors
 from trainapp.errors import UserError
 from trainapp.losses.losses import CheckedTask, classification, next_token, unchecked
+from trainapp.models import recurrent
 from trainapp.models.adapters import base_of
 from trainapp.models.huggingface import require_documents_apart
 from trainapp.models.inspect import is_of_transformers, lazy_modules, untrained_modules, without_cache
@@ -65,6 +66,8 @@ def build_model(config: Config, resources: Resources, is_meta: bool = False) -> 
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             module.sparse = False
             log.info("the gradient of %s is made dense: clipping and most optimizers do not support sparse ones", name)
+    if device.type == "cuda":
+        recurrent.train_without_cudnn(model)
     _freeze(model, config.model)
     resources.numerics.cast_parameters(model)
     for dtype in {parameter.dtype for parameter in model.parameters()}:  # a model may be in 16 bits by itself

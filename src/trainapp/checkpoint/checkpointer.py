@@ -58,7 +58,9 @@ class Checkpointer:
         self.committed_at: int | None = None  # the step of the last complete checkpoint
         self.has_saved = False  # in this process
         self._not_saved: list[str] = []  # names of what checkpoints do not hold, once some are known
-        self._background = ThreadPoolExecutor(1, "checkpoint")  # starts no thread before it is needed
+        # Starts no thread before it is needed. torch's writer asks for CUDA's stream, and a thread begins on GPU 0,
+        # where every rank would open a context.
+        self._background = ThreadPoolExecutor(1, "checkpoint", initializer=_use_device, initargs=(state.device,))
         self.pending: PendingCheckpoint | None = None
 
     def save(self, step: int, config: dict[str, Any], sizes: dict[str, Any], is_best: bool) -> None:
@@ -265,3 +267,9 @@ def load_values(path: Path) -> dict[str, Any]:
         raise UserError(f"checkpoint {path} holds more than tensors and plain values; not loaded: {reason}") from None
     except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
         raise UserError(f"checkpoint {path}: {VALUES} cannot be read: {error}") from error
+
+
+def _use_device(device: torch.device) -> None:
+    """Make it this thread's current one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

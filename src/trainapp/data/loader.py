@@ -180,7 +180,7 @@ class BatchLoader:
         if self._loader is None:
             fetched = map(self.fetcher.__getitem__, requests_to_fetch)
             if self._pins_memory:
-                fetched = (map_tensors(torch.Tensor.pin_memory, batch) for batch in fetched)
+                fetched = (map_tensors(_pinned, batch) for batch in fetched)
         else:
             self._requests = requests_to_fetch
             fetched = start_iteration(self._loader)
@@ -212,3 +212,8 @@ class BatchLoader:
         if self.device.type == "cpu":
             return batch
         return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=self._pins_memory), batch)
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in pinned memory; one that a data set keeps on a device, which cannot be pinned, unchanged."""
+    return tensor.pin_memory() if tensor.device.type == "cpu" else tensor

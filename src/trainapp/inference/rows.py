@@ -77,7 +77,7 @@ def write_rows(
 
     with contextlib.closing(row_file):
         if session.sizes.autotuner is not None:
-            session.sizes.autotuner.follow(session.sizes.evaluation)
+            session.sizes.autotuner.follow(session.sizes.evaluation, shape_is_steady=False)
         # A prediction draws what an evaluation draws: which dimension has the samples was learnt for that.
         work = EVALUATION if mode == "predict" else mode
         try:

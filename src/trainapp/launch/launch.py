@@ -9,7 +9,7 @@ import psutil
 
 from trainapp.config.schema import Config
 from trainapp.launch import environment
-from trainapp.launch.process import prepare_process
+from trainapp.launch.process import prepare_process, uses_expandable_segments
 from trainapp.signals import StopRequest
 
 
@@ -38,7 +38,7 @@ def launch(config: Config, by_launcher: bool = False) -> float | None:
     # torch checks CUBLAS_WORKSPACE_CONFIG once, at the process's first matmul on CUDA (2.13, ATen/Context.cpp): if it
     # is unset then, a later job of the sweep with train.deterministic=true is refused. Not set for every run:
     # before Hopper it makes each of cuBLAS's workspaces 24 MiB larger.
-    prepare_process(config.memory.expandable_segments, config.train.deterministic or by_launcher)
+    prepare_process(uses_expandable_segments(config), config.train.deterministic or by_launcher)
 
     # Each mode imports what it needs: torch, and its own room.
     if config.mode == "lr_find":

@@ -1,12 +1,45 @@
 """What a process needs before torch is imported: variables that malloc, torch and cuBLAS read once."""
 
 import os
+import sys
+from pathlib import Path
+from typing import NoReturn
 
+from trainapp.config.schema import Config
 from trainapp.memory import host
+from trainapp.run.directory import REPLACES_A_PROCESS
 
 # On import, torch 2.13 reads the first of these that is set: c10/cuda/CUDAAllocatorConfig.h. (The second only in a ROCm
 # build.)
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+OSRELEASE = Path("/proc/sys/kernel/osrelease")
+
+
+def uses_expandable_segments(config: Config) -> bool:
+    """Return whether the run asks torch for expandable segments: by its setting and, on Windows' Linux (WSL), only if
+    the user has made it. There the first allocation may fail ("CUDA driver error: unknown error" or "device not ready",
+    pytorch#192330), which is no out-of-memory error, so the run would end.
+    """
+    name = "memory.expandable_segments"
+    return config.memory.expandable_segments and (name in config.given or not _is_wsl())
+
+
+def _is_wsl() -> bool:
+    """Return whether this is Linux inside Windows, by the name of its kernel."""
+    try:
+        return "microsoft" in OSRELEASE.read_text().lower()
+    except OSError:  # not Linux
+        return False
+
+
+def replace_process(run_dir: str) -> NoReturn:
+    """Continue the run in a new process, in place of this one: for whoever waits for it nothing changes."""
+    os.environ[REPLACES_A_PROCESS] = "1"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "trainapp", "continue", run_dir])
 
 
 def prepare_process(expandable_segments: bool, deterministic: bool) -> None:
@@ -14,7 +47,7 @@ def prepare_process(expandable_segments: bool, deterministic: bool) -> None:
     imported.
 
     Args:
-        expandable_segments: the setting `memory.expandable_segments`.
+        expandable_segments: see `uses_expandable_segments`.
         deterministic: whether a run in this process may have `train.deterministic=true`.
     """
     host.prepare_allocator()

@@ -34,6 +34,11 @@ class CpuMemory(DeviceMemory):
         self._watch_seconds = 0.0  # how long it took
 
     @property
+    def sees_modules(self) -> bool:
+        """True: watched work runs uncompiled."""
+        return True
+
+    @property
     def watch_is_due(self) -> bool:
         """Whether a watched step is due: at most once per WATCH_INTERVAL, and in less than a tenth of the time."""
         interval = max(WATCH_INTERVAL, WATCH_FACTOR * self._watch_seconds)

@@ -13,8 +13,10 @@ from trainapp.config.schema import Memory
 from trainapp.memory.device import DeviceMemory
 from trainapp.memory.live_tensors import Resident
 from trainapp.torch_private import memory_snapshot, record_memory_history
+from trainapp.units import bytes_text
 
 MAX_HISTORY = 20_000  # recorded allocations and frees, the last of a step; some KB of host memory each
+MOST_FRAMES = 24  # of a stack in a snapshot, the innermost: whole stacks make a file of tens of MB
 HEADROOM = 2**30  # bytes; for CUDA's context, library handles and NCCL, which allocate outside torch's allocator
 
 
@@ -111,9 +113,24 @@ class CudaMemory(DeviceMemory):
         self._snapshot = None  # free it: it holds a Python stack for each entry
         if snapshot is None:
             return False
+        _bound_stacks(snapshot)
         with path.open("wb") as file:
             pickle.dump(snapshot, file)
         return True
+
+    def cache_flushes(self) -> int:
+        return torch.cuda.memory_stats_as_nested_dict(self.device).get("num_alloc_retries", 0)
+
+    def others_text(self) -> str:
+        free, total = torch.cuda.mem_get_info(self.device)
+        reserved = torch.cuda.memory_reserved(self.device)
+        others = max(0, total - free - reserved)
+        return (
+            f"of the {bytes_text(total)} of {self.device} this run's allocator has {bytes_text(reserved)}, others and "
+            f"libraries have {bytes_text(others)}, and {bytes_text(free)} are free. If none is, Windows and WSL move "
+            "memory to the host instead of refusing it, which is slow: close what else uses the GPU, or set "
+            "memory.limit"
+        )
 
     def window(self) -> dict[str, float]:
         stats = torch.cuda.memory_stats(self.device)
@@ -145,3 +162,13 @@ class CudaMemory(DeviceMemory):
         self._record_peaks(peak, peak_reserved)
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _bound_stacks(snapshot: dict[str, Any]) -> None:
+    """Keep the innermost frames of each Python stack in an allocator's snapshot."""
+    entries = [entry for trace in snapshot["device_traces"] for entry in trace]
+    for segment in snapshot["segments"]:
+        entries += [segment, *segment.get("blocks", ())]
+    for entry in entries:
+        if "frames" in entry:
+            entry["frames"] = entry["frames"][:MOST_FRAMES]

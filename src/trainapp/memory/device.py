@@ -41,7 +41,7 @@ class DeviceMemory:
         self.out_of_memory_count = 0
         self.module_path = ModulePath()
         self.watching = False
-        self.compiles = False  # `train.compile`: watched work runs uncompiled
+        self.compiles = False  # `train.compile`
         self.keep_events = False  # also keep a successful step's events, for its timeline
 
     @property
@@ -59,6 +59,13 @@ class DeviceMemory:
         """Whether to watch a logged step of a validated size, whose memory use is otherwise unknown."""
         return False
 
+    @property
+    def sees_modules(self) -> bool:
+        """Whether watched work runs with hooks on all modules, which tell where it is. A function whose first call is
+        watched would be compiled through the hooks: into many small graphs, which stay.
+        """
+        return not self.compiles
+
     @contextlib.contextmanager
     def watch(self, resident: Resident) -> Iterator[None]:
         """Measure the work inside the block and enforce the limit on it; record the module that raises an error.
@@ -74,7 +81,10 @@ class DeviceMemory:
             return
         self.watching = True
         try:
-            with self.module_path.watch(), self.measuring(resident):
+            with contextlib.ExitStack() as stack:
+                if self.sees_modules:
+                    stack.enter_context(self.module_path.watch())
+                stack.enter_context(self.measuring(resident))
                 yield
         finally:
             self.watching = False
@@ -91,6 +101,14 @@ class DeviceMemory:
         unknown. Does not wait for kernels.
         """
         return None
+
+    def cache_flushes(self) -> int:
+        """Return how often the allocator has freed its cache to serve a request. Does not wait for kernels."""
+        return 0
+
+    def others_text(self) -> str:
+        """Return how much of the device's memory others use, for a message. Empty where it is not shared."""
+        return ""
 
     def events(self, gradients: Iterable[Tensor]) -> tuple[Events, StorageCategories]:
         """Return allocations and frees of the last watched block, and the categories of their storages, for a picture.

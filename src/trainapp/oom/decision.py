@@ -18,7 +18,7 @@ class RecoveryKind(Enum):
     IN_PLACE = "the attempt is rolled back and the step retried, in this session"
     FROM_CHECKPOINT = "a new session in this process, from the last checkpoint or from the start"
     RESTART = "this worker ends, and the launcher restarts all workers from the last checkpoint"
-    END = "the run ends: nothing would restart this process"
+    END = "this process ends: the command line starts a new one, which continues from the last checkpoint"
 
 
 class Decision(NamedTuple):

@@ -1,7 +1,9 @@
 """Which errors a run recovers from: memory ran out, or another number of samples may avoid the model's own error."""
 
+import re
 from traceback import walk_tb
 
+import torch
 from torch import nn
 
 from trainapp.data.loader import Fetcher
@@ -14,6 +16,15 @@ from trainapp.training.memory_watch import refused_in_attempt
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
 
+_NO_ENGINE = re.compile(r"unable to find an engine to execute|unable to find a valid cuDNN algorithm", re.IGNORECASE)
+# Of kernels that are asked for more elements than 32 bits can index, or for more blocks than a launch takes. CUDA's
+# error leaves the device intact.
+_BEYOND_A_KERNEL = re.compile(
+    r"CUDA error: invalid configuration argument|canUse32BitIndexMath|32-?bit index|less than INT_MAX elements"
+    r"|int32 (?:index )?overflow",
+    re.IGNORECASE,
+)
+
 # What models raise for too few samples. Not UserErrors, nor signals.
 MODEL_ERRORS = (ValueError, RuntimeError, LookupError, AssertionError, ArithmeticError)
 
@@ -25,14 +36,34 @@ def recoverable_kind(session: Session, error: Exception) -> ErrorKind | None:
     """
     if not session.config.oom.enabled or session.engine.phase is Phase.SAVE:
         return None
+    if _lacks_deterministic_engine(session, error):
+        return ErrorKind.NO_ENGINE
     if is_out_of_memory(error, refused_in_attempt(session)):
         return ErrorKind.OUT_OF_MEMORY
+    if _is_too_large_for_kernel(session, error):
+        return ErrorKind.TOO_LARGE_FOR_KERNEL
     if _has_too_few_samples(session, error):
         return ErrorKind.TOO_FEW_SAMPLES
     if _rejects_larger_size(session, error):
         return ErrorKind.SIZE_REJECTED
     _advise_on_evaluation(session, error)
     return None
+
+
+def _lacks_deterministic_engine(session: Session, error: Exception) -> bool:
+    """Return whether cuDNN, asked for deterministic algorithms while a size is unsettled, has found none."""
+    is_asked = session.sizes.autotuner is not None and torch.backends.cudnn.deterministic
+    return is_asked and isinstance(error, RuntimeError) and bool(_NO_ENGINE.search(str(error)))
+
+
+def _is_too_large_for_kernel(session: Session, error: Exception) -> bool:
+    """Return whether a micro-batch whose size is not validated yet has too many elements for a kernel."""
+    phase = session.engine.phase
+    sizes = session.sizes.evaluation if phase is Phase.EVALUATE else session.sizes.train
+    may_be_smaller = sizes.is_unvalidated and sizes.can_shrink and phase.depends_on_size and not phase.is_partly_applied
+    if not (may_be_smaller and isinstance(error, RuntimeError) and _BEYOND_A_KERNEL.search(str(error))):
+        return False
+    return _device_works(session)
 
 
 def _has_too_few_samples(session: Session, error: Exception) -> bool:

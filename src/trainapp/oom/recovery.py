@@ -14,22 +14,32 @@ import os
 import time
 from typing import NoReturn
 
-from trainapp.errors import OutOfMemory, TrainingStopped
+from trainapp.errors import MustRestart, OutOfMemory, TrainingStopped
 from trainapp.files import OOM_REPORTS
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.picture import Picture
 from trainapp.oom.decision import Decision, RecoveryKind
 from trainapp.oom.failure import NO_RECOVERY, Failure, Recovery
 from trainapp.oom.messages import final_message, one_line
-from trainapp.oom.report import sizes_of_phase, write
+from trainapp.oom.report import path_of, sizes_of_phase, write
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
 from trainapp.sizes.failures import AttemptFailure, ErrorKind, SizeChange
+from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.torch_private import release_failed_backward
 from trainapp.training.attempt import rollback
 from trainapp.training.session import Session
 from trainapp.units import listed
 
 log = logging.getLogger(__name__)
+
+# Which kind of error a rank that has not failed takes over, if several ranks have failed in different ways.
+_BY_PRECEDENCE = (
+    ErrorKind.TOO_FEW_SAMPLES,
+    ErrorKind.SIZE_REJECTED,
+    ErrorKind.TOO_LARGE_FOR_KERNEL,
+    ErrorKind.OUT_OF_MEMORY,
+    ErrorKind.NO_ENGINE,
+)
 
 
 def wait_for_device(session: Session) -> None:
@@ -72,10 +82,15 @@ def _exchange_failures(ranks: Ranks, failure: Failure) -> None:
     failure.failed_ranks = [rank for rank, kind in enumerate(kinds_by_rank) if kind is not None]
     if failure.by_peer:
         # Several ranks may have failed, in different ways.
-        for kind in (ErrorKind.TOO_FEW_SAMPLES, ErrorKind.SIZE_REJECTED, ErrorKind.OUT_OF_MEMORY):
+        for kind in _BY_PRECEDENCE:
             if kind in kinds_by_rank:
                 failure.kind = kind
                 break
+
+    # Another algorithm is enough only if no rank has failed otherwise: all of them choose the next size together.
+    other_kinds = {*kinds_by_rank} - {None, ErrorKind.NO_ENGINE}
+    if failure.kind is ErrorKind.NO_ENGINE and other_kinds:
+        failure.kind = ErrorKind.OUT_OF_MEMORY
 
 
 def undo_attempt(session: Session, failure: Failure) -> None:
@@ -107,6 +122,11 @@ def change_size(session: Session, failure: Failure, decision: Decision) -> Recov
     sizes = sizes_of_phase(session, failure.phase)
     size = sizes.current_size
 
+    # Another algorithm may run with this size.
+    if failure.kind is ErrorKind.NO_ENGINE and session.sizes.autotuner is not None:
+        session.sizes.autotuner.allow_any()
+        return Recovery(size, size, f"retrying with micro-batch {size} and algorithms that are not deterministic")
+
     # Where no smaller size can help, free memory may: retry once.
     if _keeps_size(session, failure, decision):
         return Recovery(size, size, f"retrying with micro-batch {size}, after freeing unused memory")
@@ -115,6 +135,8 @@ def change_size(session: Session, failure: Failure, decision: Decision) -> Recov
     ranks = _recovering_ranks(session, failure)
     change = sizes.record_failure(ranks, not failure.by_peer, _attempt_failure(failure))
     is_constant = sizes.stored_or_new_search(sizes.current.bucket).must_try_smallest
+    if change is None and not failure.is_out_of_memory:
+        raise TrainingStopped(f"{one_line(failure)}no smaller micro-batch is left")
     if change is None:
         raise OutOfMemory(final_message(session, failure, size, is_constant))
     if failure.kind is ErrorKind.TOO_FEW_SAMPLES:
@@ -165,8 +187,6 @@ def _change_text(failure: Failure, change: SizeChange, is_constant: bool) -> str
 
 def report(session: Session, failure: Failure) -> None:
     """Report the error on the terminal at once, in oom/ of the run directory, and in the trackers."""
-    failure.seconds_lost = time.monotonic() - session.attempt.started
-
     # One line on the terminal.
     if failure.by_peer:
         failed_ranks = listed(map(str, failure.failed_ranks))
@@ -189,8 +209,10 @@ def report(session: Session, failure: Failure) -> None:
 
 def _record(session: Session, failure: Failure) -> None:
     """Write the report to the run directory and the trackers. Raises OSError."""
-    path = write(session, failure)
+    path = path_of(session, failure)
     session.memory.dump(path.with_suffix(".snapshot.pickle"))
+    failure.seconds_lost = time.monotonic() - session.attempt.started  # with those of the dump: on CUDA a second or two
+    write(session, failure)
     session.tracker.text("out_of_memory", one_line(failure), failure.step)
     if failure.events:
         title = f"out of memory at step {failure.step} in {failure.location}, micro-batch {failure.recovery.old_size}"
@@ -200,17 +222,11 @@ def _record(session: Session, failure: Failure) -> None:
 
 
 def end_process(session: Session, failure: Failure, decision: Decision) -> NoReturn:
-    """End this process, which cannot go on. Not collective: the launcher ends the other workers.
+    """End this process, which cannot go on, for new ones that continue from the last checkpoint. Not collective: the
+    launcher ends the other workers.
 
-    Raises TrainingStopped if nothing can help, or if nothing would restart this process.
+    Raises MustRestart in a run of one process, and TrainingStopped if nothing can help.
     """
-    if decision.kind is RecoveryKind.RESTART:
-        _leave_for_restart(session, failure, decision.reason)
-    _stop_without_restart(session, failure, decision.reason)
-
-
-def _leave_for_restart(session: Session, failure: Failure, reason: str) -> NoReturn:
-    """End this worker, leaving the sizes for the restarted workers in the run directory."""
     # Choose the size of the new processes. Work without a size also restarts with a smaller one: a new process may
     # have more memory for it.
     sizes = sizes_of_phase(session, failure.phase)
@@ -218,39 +234,55 @@ def _leave_for_restart(session: Session, failure: Failure, reason: str) -> NoRet
     if not failure.phase.depends_on_size:
         attempt_failure = attempt_failure._replace(allocation=None)
     change = sizes.record_failure(SingleRank(), failure=attempt_failure)
+
+    is_one_process = decision.kind is RecoveryKind.END
     if change is None:
-        error_type = OutOfMemory if failure.is_out_of_memory else TrainingStopped
-        raise error_type(f"{one_line(failure)}: no smaller micro-batch can fit")
+        _stop(session, failure, decision.reason, is_one_process)
+    who = "a new process continues" if is_one_process else "all ranks restart"
     action = (
-        f"not recoverable in place ({reason}): all ranks restart from the last checkpoint with "
+        f"not recoverable in place ({decision.reason}): {who} from the last checkpoint with "
         f"{_restart_size(failure, change)}"
     )
     failure.recovery = Recovery(change.old, change.new, action, change.fewest_samples)
-    log.warning("rank %d: %s", session.ranks.rank, one_line(failure))
+    _leave_sizes(session, failure, sizes)
 
-    # Leave it to them in a file, and end at once: other ranks wait in collectives.
+    # End at once where other ranks wait in collectives.
+    if is_one_process:
+        raise MustRestart(f"{one_line(failure)}\n{_how_to_continue(session)}")
+    log.warning("rank %d: %s", session.ranks.rank, one_line(failure))
+    logging.shutdown()
+    os._exit(OUT_OF_MEMORY_EXIT)
+
+
+def _stop(session: Session, failure: Failure, reason: str, is_one_process: bool) -> NoReturn:
+    """End a run for which no smaller micro-batch is left."""
+    failure.recovery = dataclasses.replace(NO_RECOVERY, action=f"{reason}, and no smaller micro-batch can fit")
+    with contextlib.suppress(OSError):
+        write(session, failure)
+    text = one_line(failure)
+    if is_one_process:
+        text += f"\n{_how_to_continue(session)}"
+    error_type = OutOfMemory if failure.is_out_of_memory else TrainingStopped
+    raise error_type(text)
+
+
+def _leave_sizes(session: Session, failure: Failure, failing: MicroBatchSizes) -> None:
+    """Leave the sizes for the new processes in the run directory, and the report of the error."""
     try:
-        session.sizes.leave_for_restart(session.tracker.run_dir, failing=sizes)
+        session.sizes.leave_for_restart(session.tracker.run_dir, failing)
         write(session, failure)
     except OSError as error:  # the restart is more important than its report
         log.warning("the report of the error could not be written: %s", error)
-    logging.shutdown()
-    os._exit(OUT_OF_MEMORY_EXIT)
+
+
+def _how_to_continue(session: Session) -> str:
+    return (
+        "Continue from the last checkpoint in a new process, with a memory.limit below the driver's:\n"
+        f"  {session.config.command}"
+    )
 
 
 def _restart_size(failure: Failure, change: SizeChange) -> str:
     if failure.kind is ErrorKind.TOO_FEW_SAMPLES:
         return f"at least {change.fewest_samples} samples in every micro-batch of this shape"
     return f"micro-batch {change.new} instead of {change.old}"
-
-
-def _stop_without_restart(session: Session, failure: Failure, reason: str) -> NoReturn:
-    """Raise TrainingStopped for a single process, which no launcher restarts."""
-    failure.recovery = dataclasses.replace(NO_RECOVERY, action=reason)
-    with contextlib.suppress(OSError):
-        write(session, failure)
-    error_type = OutOfMemory if failure.is_out_of_memory else TrainingStopped
-    raise error_type(
-        f"{one_line(failure)}; continue from the last checkpoint in a new process, with a memory.limit below "
-        f"the driver's:\n  {session.config.command}"
-    )

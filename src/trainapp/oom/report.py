@@ -113,7 +113,10 @@ def _locate(session: Session, error: BaseException) -> tuple[Phase, str]:
     # A backward passes through no frames of modules, but while memory is watched, the running one is tracked.
     while tracked_path and tracked_path not in paths.values():  # starts with wrappers of DDP or FSDP2
         _, _, tracked_path = tracked_path.partition(".")
-    return phase, module_path or tracked_path
+    path = module_path or tracked_path
+    if not path and not session.memory.sees_modules:
+        return phase, "compiled"
+    return phase, path
 
 
 def _first_line(error: BaseException) -> str:
@@ -152,8 +155,18 @@ def _by_category(
     return sizes
 
 
-def write(session: Session, failure: Failure) -> Path:
-    """Write `oom/NNN_step_S.json`, with the rank if there are several. Return its path."""
+def path_of(session: Session, failure: Failure) -> Path:
+    """Return the report's path, `oom/NNN_step_S.json`, with the rank if there are several. Makes its folder."""
+    name = f"{session.sizes.oom_restarts:03d}_step_{failure.step}"
+    if session.ranks.world_size > 1:
+        name += f"_rank_{failure.rank}"
+    folder = session.tracker.run_dir / OOM_REPORTS
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{name}.json"
+
+
+def write(session: Session, failure: Failure) -> None:
+    """Write the report to `path_of`. Raises OSError."""
     # The fields of the failure and of its recovery, some of them under other names or in other forms.
     facts = {}
     fields = asdict(failure) | asdict(failure.recovery)
@@ -164,11 +177,4 @@ def write(session: Session, failure: Failure) -> Path:
     facts["too_few"] = failure.samples if failure.kind is ErrorKind.TOO_FEW_SAMPLES else 0
     facts["rejects_size"] = failure.kind is ErrorKind.SIZE_REJECTED
     facts["trace"] = failure.trace.splitlines()
-
-    name = f"{session.sizes.oom_restarts:03d}_step_{failure.step}"
-    if session.ranks.world_size > 1:
-        name += f"_rank_{failure.rank}"
-    path = session.tracker.run_dir / OOM_REPORTS / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(strict_json(facts, indent=1) + "\n")
-    return path
+    path_of(session, failure).write_text(strict_json(facts, indent=1) + "\n")

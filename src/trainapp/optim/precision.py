@@ -109,6 +109,11 @@ class Precision:
             forget_unscaling(self.scaler)
 
 
+def has_tf32(device: torch.device) -> bool:
+    """Return whether the device can round operands of matmuls and convolutions to TF32: NVIDIA's, from Ampere on."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def build(settings: schema.Precision, device: torch.device) -> Precision:
     """Return the precision mode. Sets torch's TF32 and attention switches, and emulates 16-bit kernels that the device
     lacks. Raises UserError if 8-bit matmuls fail.

@@ -46,6 +46,7 @@ class Flags(NamedTuple):
     still_saving: bool = False  # a checkpoint is being written in the background
     size_may_change: bool = False  # this rank has run a shape whose size is unvalidated or may grow
     save_is_due: bool = False  # by this rank's clock, for `every.save` in minutes
+    shape_is_unsteady: bool = False  # this rank's latest micro-batches were not all of one shape
 
 
 class Ranks:
@@ -304,8 +305,8 @@ class DistributedRanks(Ranks):
     def finish_flag_exchange(self) -> Flags:
         self.cancel_flag_exchange()
         with outside_dispatch_modes():
-            stop_signal, still_saving, size_may_change, save_is_due = self._flags.tolist()
-        return Flags(stop_signal, bool(still_saving), bool(size_may_change), bool(save_is_due))
+            stop_signal, *switches = self._flags.tolist()
+        return Flags(stop_signal, *map(bool, switches))
 
     def cancel_flag_exchange(self) -> None:
         """Wait for the exchange: every rank has started it with the step, so it ends by itself."""

@@ -20,8 +20,9 @@ from trainapp.config.schema import Config
 from trainapp.draws.record import COLLATE
 from trainapp.files import RECIPE, atomic_write, json_object, strict_json
 from trainapp.losses.losses import Task, unchecked
+from trainapp.models import recurrent
 from trainapp.models.inspect import batchnorms, untrained_modules
-from trainapp.optim.precision import Precision
+from trainapp.optim.precision import Precision, has_tf32
 from trainapp.torch_private import BatchNorm
 from trainapp.training.session import InitialWeights, Session
 from trainapp.trials.modes import OF_CHECKPOINT
@@ -172,6 +173,8 @@ class Recipe:
 
     model: ModelRecipe
     precision: PrecisionRecipe
+    tf32_is_unused: bool  # in fp32, on a device that has it
+    without_cudnn: list[str]  # recurrent layers with dropout: see `models.recurrent`
     initial_weights: InitialWeights | None
     training: TrainingRecipe | None
 
@@ -188,7 +191,7 @@ class Recipe:
 
 
 _FILE_KEYS = {"class_name": "class"}  # by the name of the field, where they differ
-_ONLY_IF_ANY = ("collate_draws", "initial_weights", "stopping", "frozen", "resumes")
+_ONLY_IF_ANY = ("tf32_is_unused", "without_cudnn", "collate_draws", "initial_weights", "stopping", "frozen", "resumes")
 
 
 def _as_dict(value: Any) -> Any:
@@ -216,7 +219,12 @@ def recipe_of(session: Session) -> Recipe:
     training = None
     if activity.makes_steps:
         training = _training(session, earlier)
-    return Recipe(model, precision, initial_weights, training)
+    device = session.state.device
+    without_cudnn: list[str] = []
+    if device.type == "cuda":
+        without_cudnn = list(recurrent.layers_with_dropout(session.state.model))
+    tf32_is_unused = precision.mode == "fp32" and has_tf32(device)
+    return Recipe(model, precision, tf32_is_unused, without_cudnn, initial_weights, training)
 
 
 def write(run_dir: Path, recipe: Recipe) -> None:

@@ -48,14 +48,14 @@ def lines_of(recipe: Recipe) -> list[str]:
     weights = _weights_lines(recipe)
     training = recipe.training
     if training is None:
-        return [model, *weights, _precision_text(recipe.precision)]
+        return [model, *weights, _precision_text(recipe)]
     return [
         f"{model}{_trained_text(recipe.model)}; {_batch_text(training.batch)}",
         *weights,
         f"data: {_data_text(training)}",
         f"optimizer: {_optimizers_text(training)}",
         f"schedule: {_schedule_text(training)}",
-        f"precision: {_precision_text(recipe.precision)}",
+        f"precision: {_precision_text(recipe)}",
         f"{_CHECKS}{_checks_text(training)}",
     ]
 
@@ -297,7 +297,8 @@ _COMPUTATION = {
 }
 
 
-def _precision_text(precision: PrecisionRecipe) -> str:
+def _precision_text(recipe: Recipe) -> str:
+    precision = recipe.precision
     text = _COMPUTATION[precision.mode]
     if precision.dtypes_of_weights:
         text = f"no autocast: as the model's weights, in {precision.dtypes_of_weights}"
@@ -308,6 +309,11 @@ def _precision_text(precision: PrecisionRecipe) -> str:
             f"; emulated: this CPU has no {precision.computes_in} instructions, so matmuls and convolutions compute "
             "in fp32 on rounded operands, about as fast as fp32"
         )
+    if recipe.tf32_is_unused:
+        text += "; precision=tf32 is faster on this GPU and rounds the operands of matmuls and convolutions to 11 bits"
+    if recipe.without_cudnn:
+        layers = listed(recipe.without_cudnn, MOST_FRESH)
+        text += f"; {layers} without cuDNN, whose dropout no seed repeats"
     return text
 
 

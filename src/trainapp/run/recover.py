@@ -35,6 +35,7 @@ def recover(session: Session, failure: Failure) -> SessionStart | None:
     if failure.host:
         host.give_memory_back()
     recovery.undo_attempt(session, failure)
+    session.memory.enforce()  # of what is free now: others may have taken some since the cap was set
     decision = decide(failure, session.ranks)
     if decision.ends_process:
         recovery.end_process(session, failure, decision)

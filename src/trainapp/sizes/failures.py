@@ -14,6 +14,8 @@ class ErrorKind(Enum):
     OUT_OF_MEMORY = "memory ran out"
     TOO_FEW_SAMPLES = "the model cannot run so few samples"
     SIZE_REJECTED = "the model fails with a size that is larger than the validated one"
+    TOO_LARGE_FOR_KERNEL = "a kernel cannot index so many elements, or start so many blocks"
+    NO_ENGINE = "cuDNN has no deterministic algorithm for a convolution"
 
 
 class AttemptFailure(NamedTuple):
@@ -59,9 +61,10 @@ def change_size(search: SizeSearch, failures: Sequence[AttemptFailure], largest:
     elif failures_by_kind[ErrorKind.SIZE_REJECTED]:
         search.reject_size()
 
-    # Memory ran out on some rank: a smaller size than the largest that ran.
-    if failures_by_kind[ErrorKind.OUT_OF_MEMORY]:
-        can_fit = search.record_failure(largest, failures_by_kind[ErrorKind.OUT_OF_MEMORY][0].allocation)
+    # Memory ran out on some rank, or a kernel was asked for too much: a smaller size than the largest that ran.
+    too_large = [*failures_by_kind[ErrorKind.OUT_OF_MEMORY], *failures_by_kind[ErrorKind.TOO_LARGE_FOR_KERNEL]]
+    if too_large:
+        can_fit = search.record_failure(largest, too_large[0].allocation)
         if not can_fit:
             return None
     return SizeChange(largest, search.size, fewest_samples)

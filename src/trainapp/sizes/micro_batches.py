@@ -1,6 +1,6 @@
 """The micro-batch size for each shape of data, equal on all ranks, and how fetched batches are split to it."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,13 +12,18 @@ from trainapp.sizes.schedule import ScheduledSizes, SizeSchedule
 from trainapp.sizes.search import PeakSample, SizeSearch
 from trainapp.sizes.splitter import Splitter
 
+LATEST = 4  # micro-batches that must have one shape for kernels to be timed for it
+
 
 class LargestMicroBatch(NamedTuple):
-    """The largest micro-batch of a shape, in samples and in elements; the peak of full-size micro-batches."""
+    """The largest micro-batch of a shape, in samples and in elements; the peak of full-size micro-batches, and whether
+    the device's allocator had to free its cache for one.
+    """
 
     samples: int = 0
     elements: int = 0
     peak: PeakSample | None = None
+    has_flushed: bool = False
 
     def merged(self, other: "LargestMicroBatch") -> "LargestMicroBatch":
         """Return the larger of each."""
@@ -28,7 +33,12 @@ class LargestMicroBatch(NamedTuple):
         peak = other.peak
         if self.peak:
             peak = self.peak.worst(other.peak)
-        return LargestMicroBatch(max(self.samples, other.samples), max(self.elements, other.elements), peak)
+        return LargestMicroBatch(
+            max(self.samples, other.samples),
+            max(self.elements, other.elements),
+            peak,
+            self.has_flushed or other.has_flushed,
+        )
 
 
 NOTHING_YET = LargestMicroBatch()
@@ -115,6 +125,8 @@ class MicroBatchSizes:
     # What this rank has run, by bucket.
     history: defaultdict[int, ShapeHistory] = field(default_factory=lambda: defaultdict(ShapeHistory))
     current: CurrentMicroBatch = NO_MICRO_BATCH
+    # Elements per sample of the latest fetched micro-batches: their shapes, more exact than buckets.
+    latest_shapes: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
     # Whether any rank last ran an unvalidated size. After a failure or new sizes it is true until the next exchange.
     is_unvalidated: bool = True
     schedule: SizeSchedule = field(default_factory=SizeSchedule)
@@ -168,6 +180,16 @@ class MicroBatchSizes:
     def search_has_ended(self) -> bool:
         """Whether no larger size will be tried."""
         return all(search.search_has_ended for search in self.searches.values())
+
+    @property
+    def shape_is_steady(self) -> bool:
+        """Whether the latest micro-batches on this rank had samples of one shape."""
+        return len(self.latest_shapes) == LATEST and not self.shapes_vary
+
+    @property
+    def shapes_vary(self) -> bool:
+        """Whether the latest micro-batches on this rank had samples of several shapes, such as images by their size."""
+        return len(set(self.latest_shapes)) > 1
 
     @property
     def may_change(self) -> bool:
@@ -255,6 +277,7 @@ class MicroBatchSizes:
         elements = elements_in(micro.data)
         bucket = bucket_of(samples, elements)
         self.begin(bucket, samples)  # an error in the exchange between ranks is one of this shape
+        self.latest_shapes.append(elements / samples)
         micro = MicroBatch(*micro[:-1], bucket)  # a quarter of the time of `_replace`
         parts = self._parts(bucket, samples, ranks)
 
@@ -310,8 +333,15 @@ class MicroBatchSizes:
         history = self.history[self.current.bucket]
         history.attempt = history.attempt.merged(LargestMicroBatch(peak=PeakSample(peak - resident, limit - resident)))
 
+    def record_flush(self) -> None:
+        """Record that the device's allocator had to free its cache to serve the current micro-batch, without an error,
+        see `SizeSearch.record_success`.
+        """
+        history = self.history[self.current.bucket]
+        history.attempt = history.attempt._replace(has_flushed=True)
+
     def record_success(self, ranks: Ranks, may_change: bool | None = None) -> dict[int, int]:
-        """Record a clean step or evaluation batch. Return `{bucket: size}` of the larger sizes to try next.
+        """Record a clean step or evaluation batch. Return `{bucket: size}` of the other sizes to try next.
 
         Args:
             ranks: see the class.
@@ -336,17 +366,17 @@ class MicroBatchSizes:
         self.schedule.in_force = {bucket: self._size_in_force(bucket, largest) for bucket in buckets}
 
         # Every search advances by what has run of its shape.
-        grown = {}
+        next_sizes = {}
         for bucket, micro_batch in largest.items():
             search = self._stored_search(bucket)
-            next_size = search.record_success(micro_batch.samples, micro_batch.peak)
+            next_size = search.record_success(micro_batch.samples, micro_batch.peak, micro_batch.has_flushed)
             if next_size is not None:
-                grown[bucket] = next_size
+                next_sizes[bucket] = next_size
         for history in self.history.values():
             history.clean = NOTHING_YET
         if largest:
             self.is_unvalidated = not all(map(self.is_validated, largest))
-        return grown
+        return next_sizes
 
     def _size_in_force(self, bucket: int, largest: Mapping[int, LargestMicroBatch]) -> int:
         """Return the size by which this step's batches of a bucket were split. A new shape that was not (see `split`)

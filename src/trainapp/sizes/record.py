@@ -26,6 +26,7 @@ class Sizes:
     autotuner: Autotuner | None  # None without CUDA, and where results must be deterministic
     oom_restarts: int  # recoveries from out-of-memory errors since the run began, over all its processes
     recoveries: int  # these, and those from micro-batches with too few samples for the model
+    shape_is_steady: bool = False  # whether the latest training micro-batches had one shape, on every rank its own
 
     def __post_init__(self) -> None:
         self.train = next(iter(self.by_update.values()))
@@ -124,6 +125,15 @@ def sizes_text(sizes: MicroBatchSizes) -> str:
         buckets = [bucket for bucket, _ in shapes]
         texts.append(f"{size}{shape_suffix(sizes, buckets[-1])}")
     return ", ".join(texts)
+
+
+def next_size_text(sizes: MicroBatchSizes, bucket: int) -> str:
+    """Return what the next step tries, after a clean one: see `SizeSearch.record_success`."""
+    search = sizes.searches[bucket]
+    size = f"{search.size}{shape_suffix(sizes, bucket)}"
+    if search.failures_in_a_row:
+        return f"runs micro-batch {size}: a larger one makes the device's allocator free its cache in every step"
+    return f"tries a larger micro-batch: {size}"
 
 
 def shape_suffix(sizes: MicroBatchSizes, bucket: int) -> str:

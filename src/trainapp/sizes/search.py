@@ -98,21 +98,33 @@ class SizeSearch:
     peaks: dict[int, PeakSample] = field(default_factory=dict)  # by size
     last_failure: FailedAllocation | None = None  # of the last failure in a row
     must_try_smallest: bool = False  # whether fewer samples asked for as much, since a size last fitted
+    flushed_steps: int = 0  # steps of this size for which the device's allocator had to free its cache
 
     @property
     def is_validated(self) -> bool:
         """Whether the size is validated: its memory is then no longer watched, which costs time on the CPU."""
         return self.clean_in_process >= self.clean_steps
 
-    def record_success(self, largest: int, peak: PeakSample | None = None) -> int | None:
-        """Record a clean step. Return the larger size to try next, or None.
+    def record_success(self, largest: int, peak: PeakSample | None = None, has_flushed: bool = False) -> int | None:
+        """Record a clean step. Return the size to try next, if it is another one: larger or, after the second step with
+        a flush, smaller.
 
         Args:
             largest: samples of the largest micro-batch in it; only full-size ones count.
             peak: None if it is not known.
+            has_flushed: whether the device's allocator had to free its cache to serve it. Then each step may free
+                memory and map it again, which is slow. Once may be chance, from fragments of other sizes: the size is
+                repeated.
         """
         if not self.is_full_size(largest):
             return None
+        if has_flushed and self.grow and largest > self.smallest:
+            self.flushed_steps += 1
+            if self.flushed_steps == 1:
+                return None
+            self.failures_in_a_row = 0
+            self.record_failure(largest)
+            return self.size
 
         # A success ends the row of failures.
         self.clean = min(self.clean + 1, self.clean_steps)
@@ -224,6 +236,7 @@ class SizeSearch:
         self.size = size
         self.clean = 0
         self.clean_in_process = 0
+        self.flushed_steps = 0
 
     def state_dict(self) -> list[Any]:
         """Return plain values: a resumed run tries the same sizes in the same steps. `load_state_dict` reads them."""
@@ -236,6 +249,8 @@ class SizeSearch:
             "must_try_smallest": self.must_try_smallest,
             "peaks": {size: list(peak) for size, peak in self.peaks.items()},
         }
+        if self.flushed_steps:
+            progress["flushed_steps"] = self.flushed_steps
         return [
             self.size,
             self.largest_validated,
@@ -275,6 +290,7 @@ class SizeSearch:
             self.clean = progress["clean"]
             self.failures_in_a_row = progress["failures_in_a_row"]
             self.must_try_smallest = progress["must_try_smallest"]
+            self.flushed_steps = progress.get("flushed_steps", 0)
             self.peaks = {int(size): PeakSample(*peak) for size, peak in progress["peaks"].items()}
 
     def begin_below(self, bytes_less: int) -> bool:

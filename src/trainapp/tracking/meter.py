@@ -15,6 +15,7 @@ from trainapp.memory.device import DeviceMemory
 from trainapp.memory.live_tensors import Category
 from trainapp.memory.static import optimizer_tensors, static_bytes
 from trainapp.parallel.ranks import Ranks
+from trainapp.tracking.slowdown import Slowdown
 from trainapp.tracking.utilisation import Utilisation
 
 _MEMORY_SCALARS = (  # these differ between ranks
@@ -89,6 +90,7 @@ class Meter:
         self.hook_tensors = hook_tensors
         self.counts_tokens = counts_tokens
         self.utilisation = utilisation
+        self.slowdown = Slowdown()
         self.static = static_bytes(state.model, state.optimizers, state.average.averages, state.keeps_gradients)
         self.samples = 0
         self.waited = 0.0

@@ -35,7 +35,7 @@ def attempt(session: Session, context: UpdateContext) -> Iterator[None]:
         with engine.at(Phase.DATA):
             session.ranks.start_flag_exchange(functools.partial(stopping.flags, session))  # overlaps with the step
             autotuner = session.sizes.autotuner
-            tunes = autotuner is not None and autotuner.follow(sizes)
+            tunes = autotuner is not None and autotuner.follow(sizes, session.sizes.shape_is_steady)
             session.ranks.enable_votes(tunes or sizes.is_unvalidated)
             stack.enter_context(watch_step(session, context))
             yield

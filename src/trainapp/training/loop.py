@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator
 
 from trainapp.data.batch import MicroBatch
-from trainapp.sizes.record import shape_suffix, sizes_text
+from trainapp.sizes.record import next_size_text, sizes_text
 from trainapp.training import callback_calls, exactness, reporting, stopping
 from trainapp.training.attempt import attempt
 from trainapp.training.dependence import warn_of_dependence
@@ -109,7 +109,7 @@ def after_update(session: Session, context: UpdateContext, result: UpdateResult)
 
 
 def grow_micro_batch(session: Session, context: UpdateContext, size_may_change: bool) -> None:
-    """Try a larger size after clean steps, equal on all ranks.
+    """Try a larger size after clean steps, or a smaller one where memory is too tight, equal on all ranks.
 
     Args:
         context: the finished update.
@@ -118,10 +118,9 @@ def grow_micro_batch(session: Session, context: UpdateContext, size_may_change: 
     sizes = session.sizes.train
     may_change = sizes.is_unvalidated or size_may_change
     was_searching = may_change and not sizes.search_has_ended
-    grown = sizes.record_success(session.ranks, size_may_change)
-    for bucket, size in grown.items():
-        text = f"{size}{shape_suffix(sizes, bucket)}"
-        session.tracker.note(f"step {context.step_number + 1} tries a larger micro-batch: {text}")
+    next_sizes = sizes.record_success(session.ranks, size_may_change)
+    for bucket in next_sizes:
+        session.tracker.note(f"step {context.step_number + 1} {next_size_text(sizes, bucket)}")
     if may_change and sizes.schedule.record(context.batch_number):
         warn_of_dependence(session, context)
     if was_searching and sizes.search_has_ended:

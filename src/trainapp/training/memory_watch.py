@@ -101,6 +101,7 @@ def watched(
 
     # A step's first micro-batch is not typical: no gradients are in memory yet.
     is_typical = sizes is session.sizes.evaluation or session.engine.accumulates
+    flushes_before = session.memory.cache_flushes()
     with session.memory.watch(session.meter.resident()):
         before = session.memory.lap()
         with session.memory.watch({Category.BATCH: tensors_in(batch)}):  # innermost, so that an error names it
@@ -112,6 +113,9 @@ def watched(
         sizes.record_peak(samples, resident=before[0], peak=after[1], limit=session.memory.enforced)
     if sizes.is_unvalidated:
         _require_all_allocated(session, sizes)
+        if session.memory.cache_flushes() > flushes_before:
+            sizes.record_flush()
+            session.memory.release()  # fragments of other sizes must not count again
 
 
 # --- allocations that fail without an error, because a library catches it and falls back

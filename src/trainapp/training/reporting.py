@@ -1,5 +1,7 @@
 """What a step reports once it is committed: its scalars, a plot of its memory, warnings."""
 
+from collections.abc import Mapping
+
 from trainapp.memory.picture import Picture
 from trainapp.optim.schedules import rates
 from trainapp.tracking.meter import spread_over_ranks
@@ -39,6 +41,20 @@ def log(session: Session, context: UpdateContext, result: UpdateResult) -> None:
     scalars |= spread_over_ranks(scalars, session.ranks)
     session.tracker.log_step(progress.step, progress.samples, scalars, session.objective.metric)
     warn_of_dependence(session, context)  # what has been noticed since
+    _warn_of_slowdown(session, scalars)
+
+
+def _warn_of_slowdown(session: Session, scalars: Mapping[str, float]) -> None:
+    """Warn once that steps take several times as long as before, on a device whose memory others may have taken."""
+    slowdown = session.meter.slowdown.text(
+        scalars["samples_per_second"], scalars["data_wait"], session.sizes.recoveries
+    )
+    if not slowdown:
+        return
+    others = session.memory.others_text()
+    if others:
+        step = session.state.progress.step
+        session.tracker.warn_once(f"step {step}: {slowdown}; {others}", topic="slowdown")
 
 
 def warn_nothing_counts(session: Session, context: UpdateContext) -> None:

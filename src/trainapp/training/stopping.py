@@ -19,6 +19,7 @@ def flags(session: Session) -> Flags:
         still_saving=saver.pending is not None and saver.busy,
         size_may_change=session.sizes.train.may_change,
         save_is_due=0 < save_every <= time.monotonic() - saver.clock,
+        shape_is_unsteady=not session.sizes.train.shape_is_steady,
     )
 
 
@@ -27,6 +28,7 @@ def agreed_flags(session: Session) -> Flags:
     of_all_ranks = session.ranks.finish_flag_exchange()
     session.stop.agreed = of_all_ranks.stop_signal
     session.checkpointer.is_due = of_all_ranks.save_is_due
+    session.sizes.shape_is_steady = not of_all_ranks.shape_is_unsteady
     return of_all_ranks
 
 

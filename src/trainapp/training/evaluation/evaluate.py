@@ -85,7 +85,7 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str,
     sizes = session.sizes.evaluation
     current = session.evaluation
     autotuner = session.sizes.autotuner
-    tunes = autotuner is not None and autotuner.follow(sizes)
+    tunes = autotuner is not None and autotuner.follow(sizes, sizes.shape_is_steady)
 
     # Make the ranks equal; skipped on a retry, which may run on one rank only.
     if current.totals is None:

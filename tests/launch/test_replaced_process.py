@@ -1,0 +1,57 @@
+"""A run of one process that memory has broken goes on in a new one, which takes the broken one's place."""
+
+import json
+import sys
+
+import helpers
+import pytest
+import runs
+from helpers import run_cli
+
+BREAKS = '''
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+STRUCK = Path("struck")  # in the working directory: by an earlier process
+
+
+class Breaks:
+    """Cross-entropy. In the third step, once, the driver refuses to map memory."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, model, batch):
+        logits = model(batch["inputs"])
+        if model.training:
+            self.calls += 1
+            if self.calls == 5 and not STRUCK.exists():
+                STRUCK.touch()
+                raise RuntimeError("CUDA driver error: out of memory")
+        return F.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {}
+'''
+MLP = (*runs.MODELS["mlp"], "task=breaks.Breaks", "user_packages=[breaks]", "train.device=cpu", "batch.global_size=16")
+STEPS = ("train.max_steps=6", "train.max_epochs=null", "every.log=1", "every.save=2", "every.eval=null", "tracker=[]")
+RUN = (*MLP, *STEPS, "batch.micro_size=8", "hydra.run.dir=run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save", ["every.save=2", "every.save=null"], ids=["from a checkpoint", "from the start"])
+def test_the_command_finishes_the_run(tmp_path, save):
+    """With the smaller size, and the losses of a run that nothing has broken."""
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    command = [sys.executable, "-u", "-m", "trainapp"]
+    done = run_cli(*RUN, save, cwd=tmp_path, command=command)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout + done.stderr
+    assert "a new process continues from the last checkpoint with micro-batch 4 instead of 8" in printed
+
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert (result["steps"], result["oom_restarts"]) == (6, 1)
+    losses = [line["loss"] for line in helpers.metrics(tmp_path / "run")]
+    undisturbed = run_cli(*RUN, save, "hydra.run.dir=undisturbed", cwd=tmp_path, command=command)
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    wanted = [line["loss"] for line in helpers.metrics(tmp_path / "undisturbed")]
+    assert losses == pytest.approx(wanted, rel=1e-5)
