@@ -1,4 +1,5 @@
 import copy
+import types
 
 import pytest
 import torch
@@ -99,7 +100,7 @@ def test_a_model_made_on_meta_is_the_same_after_init_weights(tokens):
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_grouped_queries_equal_heads_with_repeated_keys_and_values(kv_heads, native, monkeypatch):
-    monkeypatch.setattr(gpt, "_native_gqa", lambda query: native)
+    monkeypatch.setattr(gpt, "_native_gqa", lambda query, mask: native)
     torch.manual_seed(0)
     rotary = Rotary(head_size=8, context_length=16, base=10000.0)
     grouped, full = Attention(32, 4, kv_heads, 0.0, rotary), Attention(32, 4, 4, 0.0, rotary)
@@ -111,6 +112,23 @@ def test_grouped_queries_equal_heads_with_repeated_keys_and_values(kv_heads, nat
     tiled = [w.repeat(4 // kv_heads, 1) for w in (key, value)]  # the wrong order: equal only for one group
     full.load_state_dict({"qkv.weight": torch.cat((query, *tiled)), "output.weight": grouped.output.weight})
     assert torch.allclose(grouped(x), full(x), atol=1e-5) == (kv_heads == 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "capability", "mask", "expected"),
+    [
+        ("cpu", torch.float32, None, None, True),
+        ("cuda", torch.float32, (8, 0), None, False),
+        ("cuda", torch.bfloat16, (8, 0), None, True),
+        ("cuda", torch.float16, (7, 5), None, False),  # only flash attention reads them, and it needs Ampere
+        ("cuda", torch.float16, (9, 0), torch.ones(1, 1), False),  # nor does it take a mask
+    ],
+)
+def test_where_kernels_read_shared_keys_and_values(monkeypatch, device, dtype, capability, mask, expected):
+    """Elsewhere they are copied for each head: the kernel that is left would store all scores."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    query = types.SimpleNamespace(device=torch.device(device), dtype=dtype)
+    assert gpt._native_gqa(query, mask) is expected
 
 
 def test_initial_standard_deviations():

@@ -129,7 +129,7 @@ class Attention(nn.Module):
 
         # Copy shared keys and values for each head where the kernel cannot read them several times.
         is_grouped = self.kv_heads != self.heads
-        if is_grouped and not _native_gqa(query):
+        if is_grouped and not _native_gqa(query, mask):
             group_size = self.heads // self.kv_heads
             key = key.repeat_interleave(group_size, dim=1)
             value = value.repeat_interleave(group_size, dim=1)
@@ -148,13 +148,16 @@ class Attention(nn.Module):
         return self.output(heads_side_by_side)
 
 
-def _native_gqa(query: Tensor) -> bool:
+def _native_gqa(query: Tensor, mask: Tensor | None) -> bool:
     """Return whether the fused kernels read shared keys and values without copies.
 
-    On CUDA only flash attention does, and it has no float32: there `enable_gqa` would fall back to a kernel
-    that stores all T x T scores, which is far more than copies of K and V.
+    On CUDA only flash attention does: in 16 bits, without a mask, from Ampere on. Elsewhere `enable_gqa` would fall
+    back to a kernel that stores all T x T scores, which is far more than copies of K and V.
     """
-    return query.device.type == "cpu" or query.dtype in (torch.float16, torch.bfloat16)
+    if query.device.type != "cuda":
+        return query.device.type == "cpu"
+    takes_these = query.dtype in (torch.float16, torch.bfloat16) and mask is None
+    return takes_these and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 class SwiGLU(nn.Module):
