@@ -90,6 +90,7 @@ def device(monkeypatch):
             monkeypatch.setattr(torch.cuda, name, getattr(played, name))
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", played.record)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", played.snapshot)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: played.calls.append("empty host cache"))
     monkeypatch.setattr(gc, "collect", lambda: played.calls.append("collect"))
     return played
 
@@ -140,6 +141,13 @@ def test_both_peaks_are_reported_with_those_of_laps(device):
     device.peak, device.peak_reserved = 2 * GIB, 6 * GIB
     memory.release()
     assert (memory.peak, memory.peak_reserved) == (3 * GIB, 6 * GIB)
+
+
+def test_a_failure_frees_pinned_memory_too(device):
+    memory = CudaMemory(CUDA, Memory())
+    device.calls.clear()
+    memory.release()
+    assert device.calls == ["collect", "empty", "empty host cache"]
 
 
 def test_freed_caches_are_counted(device, monkeypatch):

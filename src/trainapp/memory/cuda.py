@@ -162,6 +162,10 @@ class CudaMemory(DeviceMemory):
         self._record_peaks(peak, peak_reserved)
         gc.collect()
         torch.cuda.empty_cache()
+        # Pinned memory of the host, too: its allocator rounds to powers of two and gives nothing back by itself.
+        empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # older versions lack it
+        if empty_host_cache is not None:
+            empty_host_cache()
 
 
 def _bound_stacks(snapshot: dict[str, Any]) -> None:
