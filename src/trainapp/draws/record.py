@@ -1,7 +1,7 @@
 """The record of a run's draws: their layouts, and what depends on the micro-batch nevertheless."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -107,21 +107,36 @@ class DrawRecord:
 
 @contextlib.contextmanager
 def noted_draws(
-    draw_record: DrawRecord, device: torch.device, micro_batch_context: contextlib.AbstractContextManager[Any]
+    draw_record: DrawRecord,
+    device: torch.device,
+    draws_by_sample: bool,
+    micro_batch_context: contextlib.AbstractContextManager[Any],
 ) -> Iterator[None]:
-    """Note whether the block, inside of `micro_batch_context`, draws from torch's generators. Takes 20 microseconds."""
-    states_before = _generator_states(device)
+    """Note whether the block, inside of `micro_batch_context`, draws from torch's generators: by sample, only kernels
+    that use the device's by themselves do so, such as flash-attn's dropout. Takes 20 microseconds.
+    """
+    # By sample, the CPU's generator counts the draws, see `SampleDraws`.
+    devices = {device.type} if draws_by_sample else {"cpu", device.type}
+    states_before = _generator_states(device, devices)
     with micro_batch_context:
         yield
-    states_after = _generator_states(device)
+    states_after = _generator_states(device, devices)
     with outside_dispatch_modes():
         has_drawn = not all(map(torch.equal, states_before, states_after))
+    if draws_by_sample and has_drawn:
+        draw_record.note(
+            TopicKind.DRAWS.topic("kernels"),
+            f"a kernel draws from the generator of {device} by itself, not by torch's operations: its numbers belong "
+            "to the micro-batch, not to the samples",
+        )
     draw_record.draws = draw_record.draws or has_drawn
 
 
-def _generator_states(device: torch.device) -> list[torch.Tensor]:
+def _generator_states(device: torch.device, device_types: Collection[str]) -> list[torch.Tensor]:
+    states = []
     with outside_dispatch_modes():  # a fake tensor would not hold the state
-        states = [torch.default_generator.get_state()]
-        if device.type == "cuda":
+        if "cpu" in device_types:
+            states.append(torch.default_generator.get_state())
+        if "cuda" in device_types:
             states.append(torch.cuda.get_rng_state(device))
     return states

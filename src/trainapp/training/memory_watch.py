@@ -43,9 +43,10 @@ def _measured(session: Session, micro: MicroBatch, gradient_sync: Context) -> It
     engine = session.engine
     watching = watched(session, session.sizes.train, micro.data, micro.samples)
 
-    # Until the first commit, note what the forward draws.
-    if engine.is_first and not engine.draws_by_sample:
-        watching = noted_draws(engine.draw_record, session.state.device, watching)
+    # Until the first commit, note what draws from torch's generators.
+    device = session.state.device
+    if engine.is_first and not (engine.draws_by_sample and device.type == "cpu"):
+        watching = noted_draws(engine.draw_record, device, engine.draws_by_sample, watching)
 
     # In a logged step, count the operations, for the utilisation of the device.
     counting: Context = contextlib.nullcontext()
