@@ -157,6 +157,7 @@ class TrainingRecipe:
     objective: str | None
     optimizers: list[OptimizerRecipe]
     grad_clip: float | None
+    ema: float | None  # the decay of the weight average
     schedule: ScheduleRecipe
     stopping: StoppingRecipe | None
     batchnorm_layers: int  # that normalise over a micro-batch
@@ -188,7 +189,7 @@ class Recipe:
 
 
 _FILE_KEYS = {"class_name": "class"}  # by the name of the field, where they differ
-_ONLY_IF_ANY = ("collate_draws", "initial_weights", "stopping", "frozen", "resumes")
+_ONLY_IF_ANY = ("collate_draws", "ema", "initial_weights", "stopping", "frozen", "resumes")
 
 
 def _as_dict(value: Any) -> Any:
@@ -318,6 +319,7 @@ def _training(session: Session, earlier: Mapping[str, Any]) -> TrainingRecipe:
         objective=objective,
         optimizers=[_optimizer(update, session) for update in session.state.updates],
         grad_clip=config.train.grad_clip,
+        ema=config.train.ema,
         schedule=_schedule(session),
         stopping=_stopping(session.config, objective),
         batchnorm_layers=_batchnorm_layers(session.state.model),
