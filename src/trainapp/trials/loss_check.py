@@ -35,10 +35,10 @@ import torch
 
 from trainapp.draws.record import DrawRecord, TopicKind
 from trainapp.errors import UserError, summary_of
-from trainapp.losses.losses import has_embeddings, needs_whole_batch
+from trainapp.losses.losses import has_embeddings, needs_no_check, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
 from trainapp.trials.messages import DependsOnSplit, Finding, Refused
-from trainapp.trials.modes import NO_CHECK_NEEDED, Mode, has_all_values, needs_no_check
+from trainapp.trials.modes import NO_CHECK_NEEDED, Mode, has_all_values
 from trainapp.trials.obstacles import Obstacle, Reason
 from trainapp.trials.parts import TaskFindings, compare_with_parts
 from trainapp.trials.precisions import FP64, first_working_result, note_globals, precisions_to_try
@@ -84,7 +84,7 @@ def require_sum(setup: TrialSetup, ranks: Ranks, draw_record: DrawRecord) -> dic
     # Skip modes whose check is not needed or not possible. Reading samples is only worth its time for the others.
     compared_modes = []
     for mode in setup.modes:
-        if needs_no_check(mode, setup.model):
+        if needs_no_check(mode.task, setup.model):
             texts[mode.check_name("loss")] = NO_CHECK_NEEDED
             continue
         reason = _reason_to_skip(setup, mode)
