@@ -181,6 +181,15 @@ def test_what_depends_on_the_micro_batch_is_reported(tmp_path, caplog):
     assert (found.draws, found.depends_on_micro_batch) == ("none", [])
 
 
+def test_checks_that_differ_about_the_loss_say_how(tmp_path):
+    """The second view's noise is in reverse order, which no layout has: with draws of their own, none adds up."""
+    checks = runs.closed(tmp_path, *of("Reversed")).checks
+    assert checks["loss in training"].startswith("adds up over 4 samples that all draw the same, as do")
+    assert checks["loss"].startswith("adds up over 4 samples")
+    wrong = "but some perhaps to the wrong ones: with each sample's own draws the loss does not add up"
+    assert checks["draws in training"] == f"all belong to samples, {wrong}"
+
+
 def test_of_a_single_sample_nothing_depends_on_the_micro_batch(tmp_path):
     """It cannot be cut, whatever its forward draws."""
     graph = ("data._target_=own_draws.Graph", "model._target_=own_draws.Nodes", "task=own_draws.of_nodes")

@@ -131,7 +131,7 @@ def _learn_mode(setup: TrialSetup, samples: Samples, mode: Mode, draw_record: Dr
         except Exception as error:
             text += f", by their shapes alone: {summary_of(error)}"
     if _topic(mode) in draw_record.depends:
-        text += ", but the loss does not add up: some draws may be assigned to the wrong samples"
+        text += ", but some perhaps to the wrong ones: with each sample's own draws the loss does not add up"
     return text
 
 
@@ -231,7 +231,7 @@ def _choose_layouts(probe: TaskProbe, mode: Mode, draw_record: DrawRecord, candi
     if smallest > tolerance:
         draw_record.depends[_topic(mode)] = (
             f"the loss of {probe.samples.number} samples is not that of their halves, by {smallest:.1%}, though each "
-            "sample draws the same: draws cannot be assigned to samples, or the loss compares samples"
+            "sample draws the same in both: draws cannot be assigned to samples, or the loss compares samples"
         )
 
 
