@@ -10,6 +10,7 @@ import writing_models
 
 from trainapp.assembly import engine
 from trainapp.errors import UserError
+from trainapp.files import json_object
 from trainapp.training import loop
 
 BY_SAMPLE, OF_TORCH = "train.draws=per_sample", "train.draws=device"
@@ -229,6 +230,8 @@ def test_what_batchnorm_depends_on_is_said(tmp_path, caplog):
         "and running statistics depend on the size of the micro-batch; GroupNorm (model.norm=group) does not"
     )
     assert caplog.text.count(text) == 1
+    assert not runs.run(tmp_path / "whole", *settings, "batch.micro_size=16").depends_on_micro_batch
+    assert json_object(tmp_path / "whole/recipe.json")["batchnorm_layers"] == 20
 
     def gradients(norm: str, size: int) -> torch.Tensor:
         session = runs.closed(tmp_path / f"{norm} {size}", *settings, f"model.norm={norm}", f"batch.micro_size={size}")
