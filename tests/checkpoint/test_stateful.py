@@ -176,3 +176,34 @@ def test_a_teacher_that_a_task_makes_in_its_first_call_is_left_out(tmp_path, cap
     assert "does not hold what training changes in task.teacher.head.bias" in caplog.text
     assert list(runs.saved(tmp_path, 2)["stateful"][0]["task"]) == ["scale"]
     assert runs.run(tmp_path, *settings, "train.max_steps=3").steps == 3
+
+
+class FixedNetwork:
+    """A loss with a frozen network from a fixed seed, which it builds at once or in its first call."""
+
+    def __init__(self, is_late: bool):
+        self.networks = [] if is_late else [self.build()]
+
+    def build(self):
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            return nn.Linear(64, 4).requires_grad_(False)
+
+    def __call__(self, model, batch):
+        if not self.networks:
+            self.networks.append(self.build())
+        features = self.networks[0](batch["inputs"].flatten(1))
+        outputs = model(batch["inputs"])
+        return (outputs[:, :4] - features).square().sum(), len(outputs), {}
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_what_to_do_about_a_fixed_network_that_the_first_call_builds(tmp_path, caplog, is_late):
+    """It cannot be told from a copy of trained weights. Built at once, as the warning advises, it is not named."""
+    task = f"task={{_target_: test_stateful.FixedNetwork, is_late: {is_late}}}"
+    settings = (*MLP, task, "every.save=2", "every.eval=null")
+    runs.run(tmp_path, *settings, "train.max_steps=2")
+    runs.run(tmp_path, *settings, "train.max_steps=4")
+    assert ("does not hold what training changes in task.networks" in caplog.text) == is_late
+    assert ("not named if it is built in __init__" in caplog.text) == is_late
+    assert ("unless it is a fixed network" in caplog.text) == is_late

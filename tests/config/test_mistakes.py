@@ -22,7 +22,9 @@ def refusal(*overrides):
         ("model=resnt", "model=resnt: no such option; did you mean 'resnet'?; available: gpt, hf, mlp, resnet, vit"),
         ("optimizer=AdamW", "optimizer=AdamW: no such option; did you mean 'adamw'?"),
         ("model=null", "model=null: an option is chosen by its name; choose one, or a class with model._target_=CLASS"),
-        ("debug=null", "debug=null: an option is chosen by its name; for none, leave it out"),
+        ("debug=null", "debug=null: an option is chosen by its name; for none, use 'debug=[]'"),
+        ("adapter=null", "adapter=null: an option is chosen by its name; for none, use adapter=none"),
+        ("oom=null", "oom=null: an option is chosen by its name; choose one of off, restart"),
         ("precision=16", "precision=16: an option is chosen by its name; `trainapp --help` lists them"),
         ("predict", "Error parsing override 'predict'"),
         ("model.width=${nope}", "model.width: Interpolation key 'nope' not found"),
@@ -30,6 +32,24 @@ def refusal(*overrides):
 )
 def test_a_name_that_does_not_exist(override, message):
     assert refusal(override).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("group", "option", "chosen"),
+    [
+        ("callbacks", "predictions", lambda config: config.callbacks),
+        ("tracker", "csv", lambda config: config.tracker),
+        ("adapter", "lora", lambda config: config.adapter.kind != "none"),
+    ],
+)
+def test_what_is_named_instead_of_null_undoes_the_choice_of_an_experiment(tmp_path, group, option, chosen):
+    folder = tmp_path / "experiment"
+    folder.mkdir()
+    (folder / "port.yaml").write_text(f"# @package _global_\ndefaults:\n  - override /{group}: {option}\n")
+    command = (f"hydra.searchpath=[file://{tmp_path}]", "experiment=port", "model=gpt", "data=synthetic_tokens")
+    assert chosen(compose.from_command_line(command))
+    instead = refusal(*command, f"{group}=null").rpartition(" use ")[2].strip("'")
+    assert not chosen(compose.from_command_line([*command, instead]))
 
 
 def test_where_a_plus_is_named_it_works():

@@ -116,6 +116,16 @@ class Shared(Own):
         return x * torch.rand(8)
 
 
+class Reversed(Own):
+    """Noise for two views of each sample, of which the second takes it in reverse order."""
+
+    def draw(self, x: Tensor) -> Tensor:
+        if self.training:
+            first, second = torch.randn(2 * len(x), 8, 8).chunk(2)
+            x = x * (1 + first) + second.flip(0)
+        return x
+
+
 class Graph:
     """A data set of a single sample, whose nodes are no samples."""
 

@@ -97,3 +97,23 @@ def per_pixel(model, batch):
     logits, targets = model(batch["inputs"]), batch["targets"]
     loss = F.cross_entropy(logits, targets, reduction="sum")
     return loss, (targets != -100).sum(), {"*": lambda: (logits.detach(), targets)}
+
+
+class ShownTimeFirst(Parts):
+    """Shows what it predicts with the samples behind as many time steps as a whole batch has."""
+
+    def __init__(self, steps: int = 8):
+        self.steps = steps
+
+    def __call__(self, model, batch):
+        loss, count, _ = squares(model, batch)
+        outputs = torch.stack([model(batch["inputs"]) * step for step in range(1, self.steps + 1)])
+        targets = batch["targets"].expand(self.steps, -1)
+        return loss, count, {"predictions": (outputs.detach(), targets)}
+
+
+def shown(model, batch):
+    """A classification that draws in evaluation, too, and shows its logits."""
+    logits = model(F.dropout(batch["inputs"], 0.1, training=True))
+    loss = F.cross_entropy(logits, batch["targets"], reduction="sum")
+    return loss, len(logits), {"*": (logits.detach(), batch["targets"])}

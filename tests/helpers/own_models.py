@@ -214,3 +214,33 @@ def fails_in_evaluation(model: nn.Module, batch: dict[str, Tensor]) -> tuple:
     logits = model(batch["inputs"])
     loss = nn.functional.cross_entropy(logits, batch["targets"], reduction="sum")
     return loss, len(logits) // int(model.training), {}
+
+
+class LongAndShort:
+    """Rows of ones; in evaluations the middle third is shorter."""
+
+    def __init__(self, split: str):
+        self.lengths = [64] * 15
+        if split == "val":
+            self.lengths[5:10] = [8] * 5
+        self.spec = {"num_classes": 3}
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict:
+        return {"inputs": torch.ones(self.lengths[index], 1), "targets": torch.tensor(0)}
+
+
+class RunsOutOnShort(nn.Module):
+    """More than one short row do not fit in evaluations."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.head = nn.Linear(1, num_classes)
+
+    def forward(self, inputs):
+        samples, length, _ = inputs.shape
+        if not self.training and length == 8 and samples > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return self.head(inputs.mean(1))

@@ -6,13 +6,14 @@ import own_hooks
 import pytest
 import runs
 import torch
-from helpers import _events, metrics, result, texts
+from helpers import _events, evaluations, metrics, result, texts
 
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import json_lines
 from trainapp.hooks.callbacks import Callbacks, EarlyStopping
 from trainapp.training import callback_calls, reporting
 from trainapp.training.engine import Engine
+from trainapp.training.evaluation import evaluate
 
 MLP = (*runs.MODELS["mlp"], "model.dropout=0.1", "user_packages=[own_hooks]")
 
@@ -220,3 +221,31 @@ def test_predictions_and_confusion_matrix(tmp_path):
     ((step, text),) = texts(tmp_path)["predictions"]
     assert step == 4
     assert text.startswith("| sample | target | prediction | probability |\n")
+
+
+TIME_FIRST = ("user_packages=[own_inference]", "callbacks=predictions")
+
+
+@pytest.mark.parametrize(("steps", "samples"), [(8, 2), (2, 1)])
+def test_predictions_of_something_else_than_samples_are_refused(tmp_path, steps, samples):
+    """Time comes first. Two steps are as many as the samples of the trial before training, and of each evaluation
+    batch; half a batch tells them apart.
+    """
+    task = f"task={{_target_: own_inference.ShownTimeFirst, steps: {steps}}}"
+    sizes = ("every.eval=4", "batch.eval_micro_size=2")
+    with pytest.raises(UserError, match=rf"outputs for {samples} samples? have shape \[{steps}, {samples}, 10\]"):
+        runs.run(tmp_path, *runs.MODELS["mlp"], *TIME_FIRST, *sizes, task)
+    assert not (tmp_path / "predictions").exists()
+
+
+def test_half_a_batch_is_tried_once_and_changes_nothing(tmp_path, monkeypatch):
+    tried = []
+    try_half = evaluate.try_half
+    monkeypatch.setattr(evaluate, "try_half", lambda *arguments: (tried.append(1), try_half(*arguments)))
+    own = (*runs.MODELS["mlp"], "user_packages=[own_inference]", "task=own_inference.shown", "every.eval=2")
+    runs.run(tmp_path / "shown", *own, "callbacks=predictions")
+    runs.run(tmp_path / "plain", *own)
+    assert tried == [1]
+    assert [row["loss"] for row in evaluations(tmp_path / "shown")] == [
+        row["loss"] for row in evaluations(tmp_path / "plain")
+    ]

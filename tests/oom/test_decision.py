@@ -26,6 +26,8 @@ class TwoRanks(Ranks):
 
 VOTING = TwoRanks(votes_enabled=True)
 NOT_VOTING = TwoRanks(votes_enabled=False)
+NEVER_VOTING = TwoRanks(votes_enabled=False)
+NEVER_VOTING.why_not_voting = "with parallel.vote_on_oom=never"
 
 
 def failed(phase: Phase, lost: tuple[str, ...] = (), informed: bool = False, **facts: object) -> Failure:
@@ -78,6 +80,7 @@ def test_all_ranks_that_have_lost_parameters_return_to_the_checkpoint():
         (failed(Phase.COMMIT), VOTING, "inside the commit"),
         (failed(Phase.UNSCALE), VOTING, "ranks do not vote in the phase unscale"),
         (failed(Phase.FORWARD), NOT_VOTING, "ranks do not vote once a size is validated"),
+        (failed(Phase.FORWARD), NEVER_VOTING, "ranks do not vote with parallel.vote_on_oom=never"),
         (failed(Phase.EVALUATE, ("a",), is_local=True), VOTING, "the forward has written a"),
         (failed(Phase.FORWARD, broken=BROKEN), VOTING, f"{BROKEN} is unusable from now on"),
     ],

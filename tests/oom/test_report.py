@@ -195,3 +195,11 @@ def test_a_module_of_an_earlier_error_is_not_named_for_one_that_is_not_tracked(t
     first, second = recorded.failures
     assert first.module.startswith("layers") or first.module == "head"
     assert (second.phase, second.module) == ("backward", "")
+
+
+def test_the_samples_are_those_of_the_micro_batch_that_failed(tmp_path):
+    """Five short rows are evaluated together, then, since long ones stay at five, as two, two and one."""
+    parts = ("data._target_=own_models.LongAndShort", "model._target_=own_models.RunsOutOnShort")
+    settings = ("user_packages=[own_models]", "task=classification", "every.eval=2", "train.check_loss=false")
+    recorded = Recorded(tiny(tmp_path, *parts, *settings, "batch.eval_micro_size=5", "train.ema=null"))
+    assert [failure.samples for failure in recorded.failures] == [5, 2]

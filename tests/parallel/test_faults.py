@@ -108,6 +108,7 @@ def test_without_votes_all_restart_from_the_last_checkpoint(reference, restarted
     assert re.search(r"exitcode *: 82", output)
     log = (run_dir / "ranks" / "rank_1.log").read_text()
     assert "all ranks restart from the last checkpoint with micro-batch 2 instead of 4" in log
+    assert "ranks do not vote with parallel.vote_on_oom=never" in log
     schedule = result(run_dir)["micro_schedule"]
     assert (schedule["3"], sorted(schedule["4"].values())) == (2, [2, 4])
     assert result(run_dir)["oom_restarts"] == 1

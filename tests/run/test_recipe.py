@@ -46,6 +46,11 @@ def test_it_has_six_lines_and_names_the_defaults_that_a_plain_script_does_not_ha
     [
         (("optimizer.weight_decay=0",), "optimizer", "no weight decay"),
         (("train.grad_clip=null",), "optimizer", "gradients are not clipped"),
+        (
+            ("train.ema=0.99", "every.eval=2"),
+            "optimizer",
+            "; weights are averaged (train.ema=0.99) for evaluations, the best checkpoint and exports",
+        ),
         (("optimizer._target_=torch.optim.Rprop", "optimizer.lr=0.01"), "optimizer", "Rprop, lr 0.01; gradients"),
         (("optimizer.groups=[{match: head, lr: 1e-4}]", "optimizer.lr=1e-3"), "optimizer", "lr 0.0001 to 0.001"),
         (("optimizer=sgd",), "optimizer", "SGD, lr 0.1, momentum 0.9, nesterov"),
@@ -248,6 +253,14 @@ def test_the_mode_of_frozen_layers_is_named(tmp_path):
     )
     assert weights_line(tmp_path / "train", *resnet) == f"{frozen}, {moving}"
     assert weights_line(tmp_path / "eval", *resnet, "model.freeze_mode=eval") == frozen
+
+
+def test_a_weight_average_is_recorded_where_it_is_set(tmp_path):
+    facts, lines = recipe_of(tmp_path / "none", *MLP)
+    assert "ema" not in facts
+    assert "averaged" not in lines["optimizer"]
+    facts, _ = recipe_of(tmp_path / "average", *MLP, "train.ema=0.99")
+    assert facts["ema"] == 0.99
 
 
 def test_early_stopping_is_recorded_where_it_is_set(tmp_path):

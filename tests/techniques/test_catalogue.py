@@ -175,7 +175,6 @@ def test_all_refusals_at_once(tmp_path):
     [
         (("optimizer=adamw",), "rounded"),
         (("optimizer=adamw", "+optimizer.amsgrad=true"), "other"),
-        (("optimizer._target_=torch.optim.NAdam", "~optimizer.betas", "~optimizer.eps"), "other"),
         (("optimizer=sgd",), "other"),
     ],
 )
@@ -189,9 +188,10 @@ class OwnOptimizer(torch.optim.Adam):
     """A user's class."""
 
 
-def test_no_option_is_offered_in_place_of_a_users_class():
-    """On the old code `optimizer=sgd` was: it would replace the class, or pass it a momentum."""
-    own = ("optimizer._target_=test_catalogue.OwnOptimizer", "user_packages=[test_catalogue]")
+@pytest.mark.parametrize("target", ["test_catalogue.OwnOptimizer", "torch.optim.NAdam"])
+def test_no_option_is_offered_in_place_of_a_class(target):
+    """The class would stay, and get the lr of `optimizer=sgd`, or a momentum."""
+    own = (f"optimizer._target_={target}", "user_packages=[test_catalogue]")
     situation = Situation(compose.from_command_line(own), nn.Linear(2, 2), knows_loss=False)
     offered = {technique.setting for technique in catalogue.available(situation)}
     assert "precision=bf16" in offered

@@ -10,6 +10,7 @@ import writing_models
 
 from trainapp.assembly import engine
 from trainapp.errors import UserError
+from trainapp.files import json_object
 from trainapp.training import loop
 
 BY_SAMPLE, OF_TORCH = "train.draws=per_sample", "train.draws=device"
@@ -181,6 +182,15 @@ def test_what_depends_on_the_micro_batch_is_reported(tmp_path, caplog):
     assert (found.draws, found.depends_on_micro_batch) == ("none", [])
 
 
+def test_checks_that_differ_about_the_loss_say_how(tmp_path):
+    """The second view's noise is in reverse order, which no layout has: with draws of their own, none adds up."""
+    checks = runs.closed(tmp_path, *of("Reversed")).checks
+    assert checks["loss in training"].startswith("adds up over 4 samples that all draw the same, as do")
+    assert checks["loss"].startswith("adds up over 4 samples")
+    wrong = "but some perhaps to the wrong ones: with each sample's own draws the loss does not add up"
+    assert checks["draws in training"] == f"all belong to samples, {wrong}"
+
+
 def test_of_a_single_sample_nothing_depends_on_the_micro_batch(tmp_path):
     """It cannot be cut, whatever its forward draws."""
     graph = ("data._target_=own_draws.Graph", "model._target_=own_draws.Nodes", "task=own_draws.of_nodes")
@@ -220,6 +230,8 @@ def test_what_batchnorm_depends_on_is_said(tmp_path, caplog):
         "and running statistics depend on the size of the micro-batch; GroupNorm (model.norm=group) does not"
     )
     assert caplog.text.count(text) == 1
+    assert not runs.run(tmp_path / "whole", *settings, "batch.micro_size=16").depends_on_micro_batch
+    assert json_object(tmp_path / "whole/recipe.json")["batchnorm_layers"] == 20
 
     def gradients(norm: str, size: int) -> torch.Tensor:
         session = runs.closed(tmp_path / f"{norm} {size}", *settings, f"model.norm={norm}", f"batch.micro_size={size}")

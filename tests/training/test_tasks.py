@@ -9,6 +9,8 @@ import pytest
 import runs
 import torch
 from helpers import evaluations, metrics
+from torch import nn
+from torch.nn import functional as F
 
 from trainapp.data.sets.digits import Digits
 from trainapp.errors import UserError
@@ -194,3 +196,54 @@ def test_a_wrong_task_of_a_data_set(tmp_path):
     wrong = r"^task=auto: test_tasks\.Wrong declares the task 'regression', which must be one of"
     with pytest.raises(UserError, match=wrong):
         runs.prepare(tmp_path, "model=mlp", PACKAGES, "data=digits", "data._target_=test_tasks.Wrong")
+
+
+class Progressing(nn.Module):
+    """The answers of docs/questions.md: a buffer that a callback sets."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+        self.register_buffer("progress", torch.zeros(()))
+
+    def forward(self, inputs):
+        return self.head(inputs.flatten(1))
+
+
+class Progress:
+    def after_step(self, view):
+        view.model.progress.fill_(view.step / view.length)
+
+
+def of_progress(model, batch):
+    logits = model(batch["inputs"])
+    loss = F.cross_entropy(logits, batch["targets"], reduction="sum")
+    return loss, len(logits), {"progress": model.progress * len(logits)}
+
+
+def with_gradients_of_inputs(model, batch):
+    with torch.enable_grad():
+        inputs = batch["inputs"].detach().requires_grad_()
+        logits = model(inputs)
+        (gradient,) = torch.autograd.grad(logits.logsumexp(1).sum(), inputs, create_graph=model.training)
+    loss = F.cross_entropy(logits, batch["targets"], reduction="sum")
+    return loss + gradient.square().sum(), len(logits), {}
+
+
+ANSWERS = (*runs.own_model("test_tasks.Progressing"), "data=digits", "user_packages=[test_tasks]")
+
+
+def test_a_loss_knows_the_step_by_a_buffer_that_a_callback_sets(tmp_path):
+    """Also in micro-batches and after a resume."""
+    settings = (*ANSWERS, "task=test_tasks.of_progress", "+callbacks.progress={_target_: test_tasks.Progress}")
+    settings = (*settings, "train.max_steps=4", "every.log=1", "every.save=1", "batch.micro_size=8")
+    runs.run_until(tmp_path, 2, *settings)
+    runs.run(tmp_path, *settings)
+    assert [line["progress"] for line in metrics(tmp_path)] == [0, 0.25, 0.5, 0.75]
+
+
+def test_a_loss_has_gradients_of_inputs_in_evaluations(tmp_path):
+    result = runs.run(
+        tmp_path, *ANSWERS, "task=test_tasks.with_gradients_of_inputs", "train.max_steps=2", "every.eval=2"
+    )
+    assert result.evaluation["loss"] > 0

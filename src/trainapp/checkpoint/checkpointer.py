@@ -126,9 +126,10 @@ class Checkpointer:
             log.warning(
                 "a checkpoint does not hold what training changes in %s: plain attributes, and buffers that a forward "
                 "registers or reshapes; a resumed run starts from their initial values. What every forward computes "
-                "anew needs nothing. Anything else: make it a buffer, registered in __init__, or return it from "
-                "get_extra_state (a task that is no module: state_dict), and restore it in set_extra_state "
-                "(load_state_dict)",
+                "anew needs nothing, nor does a fixed network that the first forward loads from a file or draws from a "
+                "fixed seed (it is not named if it is built in __init__); a copy of weights in training is not fixed. "
+                "Anything else: make it a buffer, registered in __init__, or return it from get_extra_state (a task "
+                "that is no module: state_dict), and restore it in set_extra_state (load_state_dict)",
                 listed(self._not_saved, most=4),
             )
 
@@ -178,7 +179,8 @@ def _warn_of_what_is_missing(values: Mapping[str, Any]) -> None:
     if values.get("not_saved"):
         log.warning(
             "the checkpoint does not hold %s, which training had changed: it has its initial value here, so that "
-            "results that depend on it differ from those in training",
+            "results that depend on it differ from those in training, unless it is a fixed network that the first "
+            "forward loads anew",
             listed(values["not_saved"], most=4),
         )
 

@@ -75,18 +75,31 @@ def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
 def _explain_option_without_name(error: ValueError, arguments: Sequence[str]) -> str:
     """Return the message for a number, true, false or null in place of an option; Hydra's error does not say where."""
     # The first override that may be meant.
-    pattern = re.compile(r"\+?\w+=(-?[\d.]+|true|false|null)")
-    suspects = [argument for argument in arguments if pattern.fullmatch(argument)]
-    override = suspects[0] if suspects else ""
+    pattern = re.compile(r"\+?(\w+)=(-?[\d.]+|true|false|null)")
+    matches = [match for match in map(pattern.fullmatch, arguments) if match and (CONF / match[1]).is_dir()]
+    if not matches:
+        return f"{error}: an option is chosen by its name; `trainapp --help` lists them"
 
-    group, _, value = override.lstrip("+").partition("=")
-    if value != "null":
-        remedy = "`trainapp --help` lists them"
-    elif group in ("data", "model", "optimizer", "schedule"):
-        remedy = f"choose one, or a class with {group}._target_=CLASS"
-    else:
-        remedy = "for none, leave it out"
-    return f"{override or error}: an option is chosen by its name; {remedy}"
+    override, group, value = matches[0].group(0, 1, 2)
+    remedy = "`trainapp --help` lists them"
+    if value == "null":
+        remedy = _instead_of_null(group)
+    return f"{override}: an option is chosen by its name; {remedy}"
+
+
+_MAY_BE_EMPTY = ("callbacks", "tracker", "experiment", "debug")  # groups
+
+
+def _instead_of_null(group: str) -> str:
+    """Return what has the effect that null was to have: also where an experiment has chosen an option."""
+    if group in ("data", "model", "optimizer", "schedule"):
+        return f"choose one, or a class with {group}._target_=CLASS"
+    if group in _MAY_BE_EMPTY:
+        return f"for none, use '{group}=[]'"
+    options = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    if "none" in options:
+        return f"for none, use {group}=none"
+    return f"choose one of {', '.join(options)}"
 
 
 def _explain_yaml(error: yaml.MarkedYAMLError, mark: yaml.Mark) -> str:

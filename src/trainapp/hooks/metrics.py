@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainapp.errors import UserError
-from trainapp.hooks.metric_state import note_on_error, wrap_metric
+from trainapp.hooks.metric_state import WrappedMetric, note_on_error, wrap_metric
 from trainapp.parallel.ranks import Ranks
 from trainapp.state.stateful import held_tensors
 from trainapp.units import suggest
@@ -49,11 +49,16 @@ class StatefulMetrics:
     """The metrics of a run's evaluations, by name. Raises UserError for an object that is not a metric.
 
     An error of a metric is raised unchanged, with a note that names the setting.
+
+    Attributes:
+        awaits_samples_first: whether a metric takes the first dimension of its arguments for the samples, and no batch
+            has been checked for that; see `require_samples_first`.
     """
 
     def __init__(self, metrics: Mapping[str, Any]):
         self._wrappers = {name: wrap_metric(metric, f"metrics.{name}") for name, metric in metrics.items()}
         self.names = frozenset(self._wrappers)
+        self.awaits_samples_first = any(map(_takes_samples_first, self._wrappers.values()))
         self._updated: set[str] = set()  # names of the metrics updated in this evaluation
         self._states_before: dict[str, Any] = {}  # before an update that may be undone
 
@@ -81,6 +86,36 @@ class StatefulMetrics:
             task_metrics: what the task returns for the batch: for each configured name, or for EVERY, a tuple of
                 positional arguments, a mapping of keyword arguments, or a function that returns one of them.
         """
+        for name, wrapper, arguments in self._arguments(task_metrics):
+            kind = type(wrapper.metric).__name__
+            with note_on_error(f"metrics.{name}: update of a {kind} with what the task returns for it"):
+                if isinstance(arguments, Mapping):
+                    wrapper.metric.update(**arguments)
+                else:
+                    wrapper.metric.update(*arguments)
+            self._updated.add(name)
+
+    def require_samples_first(self, task_metrics: Mapping[str, Any], samples: int) -> None:
+        """Have the metrics that take the first dimension of their arguments for the samples raise UserError if it is of
+        another length.
+
+        Args:
+            task_metrics: see `update`.
+            samples: in the batch.
+        """
+        for _, wrapper, arguments in self._arguments(task_metrics):
+            if not _takes_samples_first(wrapper):
+                continue
+            if isinstance(arguments, Mapping):
+                wrapper.metric.require_samples_first(samples, **arguments)
+            else:
+                wrapper.metric.require_samples_first(samples, *arguments)
+
+    def _arguments(self, task_metrics: Mapping[str, Any]) -> Iterator[tuple[str, WrappedMetric, Any]]:
+        """Yield name, metric and arguments of each metric to which the task passes something.
+
+        Raises UserError for arguments of another form than `update` describes.
+        """
         arguments_by_key: dict[str, Any] = {}  # a function is called once, also for several metrics
         for name, wrapper in self._wrappers.items():
             # What the task returns for this metric.
@@ -99,14 +134,7 @@ class StatefulMetrics:
                     "tuple of the arguments of the metric's `update` is expected; if the task has its own metric with "
                     "this name, choose another one here"
                 )
-
-            kind = type(wrapper.metric).__name__
-            with note_on_error(f"metrics.{name}: update of a {kind} with what the task returns for it"):
-                if isinstance(arguments, Mapping):
-                    wrapper.metric.update(**arguments)
-                else:
-                    wrapper.metric.update(*arguments)
-            self._updated.add(name)
+            yield name, wrapper, arguments
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -156,6 +184,10 @@ class StatefulMetrics:
                 with compute_context():
                     results[name] = wrapper.compute(states)
         return results
+
+
+def _takes_samples_first(wrapper: WrappedMetric) -> bool:
+    return callable(getattr(wrapper.metric, "require_samples_first", None))
 
 
 def as_scalars(results: Mapping[str, Any]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from trainapp.files import atomic_write, strict_json
 from trainapp.hooks.callbacks import View, labels_of
 from trainapp.hooks.metrics import logged_name
 from trainapp.optim.precision import at_least_fp32
+from trainapp.units import plural
 from trainapp.validation import PositiveInt
 
 CELL_WIDTH = 60  # characters per cell in the trackers' table
@@ -106,6 +107,17 @@ class FirstPredictions:
         values_by_column = [column.tolist() for column in columns.values()]
         for values in zip(*values_by_column, strict=True):
             self.rows.append(dict(zip(columns, values, strict=True)))
+
+    def require_samples_first(self, samples: int, outputs: Tensor, targets: Tensor) -> None:
+        """Raise UserError unless outputs and targets have this many samples as their first dimension."""
+        for name, values in (("outputs", outputs), ("targets", targets)):
+            if not values.ndim or len(values) != samples:
+                raise UserError(
+                    f"metrics.predictions: {name} for {plural(samples, 'sample')} have shape {list(values.shape)}, "
+                    "whose first dimension is not the samples, so that their rows would be of something else; return "
+                    "a pair of tensors with the samples first under metrics['predictions'] of the task, or leave out "
+                    "callbacks=predictions"
+                )
 
     def merge(self, other: "FirstPredictions") -> None:
         self.rows = (self.rows + other.rows)[: self.samples]  # ranks have consecutive parts of a data set

@@ -1,5 +1,6 @@
 """`mode=predict`: a row of plain values for each sample of a data set, in the order of the data."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainapp.data.batch import MicroBatch, split_micro_batch, tensors_in
+from trainapp.data.batch import MicroBatch, tensors_in
 from trainapp.data.eval_batches import EvalBatches
 from trainapp.errors import UserError
 from trainapp.hooks.callbacks import labels_of
@@ -25,7 +26,7 @@ from trainapp.losses.losses import (
     unchecked,
 )
 from trainapp.optim.precision import at_least_fp32
-from trainapp.rng import preserved_rng
+from trainapp.training.evaluation.half_batch import try_half
 from trainapp.training.session import Session
 
 
@@ -47,23 +48,11 @@ def predict(session: Session) -> None:
         nonlocal is_checked
         rows = predictor.rows(session.strategy.model, micro)
         if not is_checked:
-            _require_samples_first(session, predictor, micro)
+            try_half(session, micro, functools.partial(predictor.rows, session.strategy.model))
             is_checked = True
         return rows
 
     write_rows(session, "predictions", fetch_batches, compute_rows, batches.is_stream)
-
-
-def _require_samples_first(session: Session, predictor: "Predictor", micro: MicroBatch) -> None:
-    """Raise UserError if the model's outputs for half of these samples are not half as long: their first dimension,
-    such as time, is as long as the batch by chance.
-    """
-    half = range(max(1, micro.samples // 2))
-    (half_batch,) = split_micro_batch(micro, [half])
-    unchanged = session.snapshot.undone()
-    draws = session.engine.sample_draws(half_batch)
-    with unchanged, preserved_rng(session.state.device), draws:
-        predictor.rows(session.strategy.model, half_batch)
 
 
 def _batches_of_split(session: Session) -> EvalBatches:

@@ -164,6 +164,11 @@ def is_built_in(task: Task) -> bool:
     return _function_of(task) in (classification, next_token)
 
 
+def needs_no_check(task: Task, model: nn.Module) -> bool:
+    """Return whether task and model are trainapp's own: samples never interact, and all outputs have them first."""
+    return type(model).__module__.startswith("trainapp.models.") and is_built_in(task)
+
+
 def can_be_chunked(task: Task) -> bool:
     """Return whether the loss can be computed in chunks: it is built in, and the model returns nothing but logits."""
     return unchecked(task) in (classification, next_token)

@@ -75,5 +75,5 @@ def _why_others_cannot_be_informed(failure: Failure, ranks: Ranks) -> str:
     if not failure.phase.is_voted_on:
         return f"ranks do not vote in the phase {failure.phase}"
     if not ranks.votes_enabled:
-        return "ranks do not vote once a size is validated"
+        return f"ranks do not vote {ranks.why_not_voting}"
     return ""

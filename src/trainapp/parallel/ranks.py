@@ -60,6 +60,7 @@ class Ranks:
     device = torch.device("cpu")
     votes = 0  # number of votes so far
     votes_enabled = False  # whether ranks vote before each collective
+    why_not_voting = "once a size is validated"  # continues "ranks do not vote"
     saving_group: dist.ProcessGroup | None = None  # for checkpoints
     _read_flags: Callable[[], Flags]
 
@@ -187,6 +188,8 @@ class DistributedRanks(Ranks):
 
         # Votes
         self._vote_on_oom = vote_on_oom
+        if vote_on_oom == "never":
+            self.why_not_voting = "with parallel.vote_on_oom=never"
         self._aborted = False  # whether a vote has aborted the current step
         self.enable_votes(True)
 
@@ -223,6 +226,7 @@ class DistributedRanks(Ranks):
 
     def disable_votes(self) -> None:
         self._vote_on_oom = "never"
+        self.why_not_voting = "with FSDP2 on torch < 2.13, which cannot retry a step"
         self.votes_enabled = False
 
     def check_peers(self) -> None:

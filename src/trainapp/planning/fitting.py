@@ -28,7 +28,7 @@ class Planner:
 
     Attributes:
         limit: bytes that a run may use.
-        room: largest allowed peak in bytes, after the estimator's margin.
+        allowed_peak: in bytes: the limit without the estimator's margin.
         share: samples of a step on the rank with the most.
         is_unsplit: whether a batch is never split, so that only its own size is possible.
         peak: returns the breakdown at a micro-batch size.
@@ -38,7 +38,7 @@ class Planner:
         self.config = config
         self.estimator = estimator
         self.limit = estimator.limit(config)
-        self.room = int(self.limit / (1 + estimator.spare))
+        self.allowed_peak = int(self.limit / (1 + estimator.spare))
         self.share = largest_share(config, estimator.targets, estimator.world_size)
         self.is_unsplit = needs_whole_batch(estimator.targets.task)
         estimate_peak = functools.partial(estimator.peak, config)
@@ -46,7 +46,7 @@ class Planner:
 
     def fits(self, size: int) -> bool:
         """Return whether micro-batches of this size stay within the limit, including the margin."""
-        return self.peak(size).total <= self.room
+        return self.peak(size).total <= self.allowed_peak
 
     @functools.cached_property
     def smallest(self) -> int:
@@ -72,7 +72,7 @@ class Planner:
     @functools.cached_property
     def largest(self) -> int:
         """The largest micro-batch that fits, 0 if none does."""
-        return largest_size(lambda size: self.peak(size).total, self.room, self.share, self.smallest)
+        return largest_size(lambda size: self.peak(size).total, self.allowed_peak, self.share, self.smallest)
 
     def plan(self) -> tuple[MemoryPlan, Breakdown]:
         """Return the plan at the configured size, otherwise the largest that fits, otherwise the smallest."""
@@ -107,17 +107,17 @@ class Planner:
         return plan, breakdown
 
 
-def largest_size(peak: Callable[[int], int], room: int, top: int, smallest: int) -> int:
-    """Return the largest size whose peak is at most `room` bytes, by the search of a run, which ends within 5% of it if
-    the peak has no jumps; 0 if there is none.
+def largest_size(peak: Callable[[int], int], allowed_peak: int, top: int, smallest: int) -> int:
+    """Return the largest size whose peak is at most the allowed one, by the search of a run, which ends within 5% of it
+    if the peak has no jumps; 0 if there is none.
 
     Args:
         peak: returns the peak of a size, in bytes.
-        room: in bytes.
+        allowed_peak: in bytes.
         top: the largest size to try; it is tried first.
         smallest: the smallest size to try.
     """
-    if top < 1 or peak(top) <= room:
+    if top < 1 or peak(top) <= allowed_peak:
         return top
 
     # As in a run, but from below: the smallest size first, and `top` is known to fail.
@@ -132,8 +132,8 @@ def largest_size(peak: Callable[[int], int], room: int, top: int, smallest: int)
                 raise
             search.size = search.smallest = 2  # some models do not accept single samples
             continue
-        if peak_bytes <= room:
-            next_size = search.record_success(search.size, PeakSample(peak_bytes, room))
+        if peak_bytes <= allowed_peak:
+            next_size = search.record_success(search.size, PeakSample(peak_bytes, allowed_peak))
             if next_size is None:  # no larger one can fit
                 return search.size
         else:
@@ -160,5 +160,5 @@ def with_cheapest_modes(config: Config, estimator: Estimator) -> Config:
             with_mode = replace(config, activation_checkpointing=replace(settings, mode=mode))
             peaks[mode] = Planner(with_mode, estimator).peak(size).total
 
-    modes = choose_modes(peaks, planner.room, planner.peak(size).blocks)
+    modes = choose_modes(peaks, planner.allowed_peak, planner.peak(size).blocks)
     return replace(config, activation_checkpointing=replace(settings, modes=modes))

@@ -158,6 +158,7 @@ class TrainingRecipe:
     objective: str | None
     optimizers: list[OptimizerRecipe]
     grad_clip: float | None
+    ema: float | None  # the decay of the weight average
     schedule: ScheduleRecipe
     stopping: StoppingRecipe | None
     batchnorm_layers: int  # that normalise over a micro-batch
@@ -191,7 +192,16 @@ class Recipe:
 
 
 _FILE_KEYS = {"class_name": "class"}  # by the name of the field, where they differ
-_ONLY_IF_ANY = ("tf32_is_unused", "without_cudnn", "collate_draws", "initial_weights", "stopping", "frozen", "resumes")
+_ONLY_IF_ANY = (
+    "tf32_is_unused",
+    "without_cudnn",
+    "collate_draws",
+    "ema",
+    "initial_weights",
+    "stopping",
+    "frozen",
+    "resumes",
+)
 
 
 def _as_dict(value: Any) -> Any:
@@ -326,6 +336,7 @@ def _training(session: Session, earlier: Mapping[str, Any]) -> TrainingRecipe:
         objective=objective,
         optimizers=[_optimizer(update, session) for update in session.state.updates],
         grad_clip=config.train.grad_clip,
+        ema=config.train.ema,
         schedule=_schedule(session),
         stopping=_stopping(session.config, objective),
         batchnorm_layers=_batchnorm_layers(session.state.model),

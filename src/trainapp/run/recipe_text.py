@@ -177,6 +177,11 @@ def _optimizers_text(training: TrainingRecipe) -> str:
         texts.append("gradients are not clipped")
     else:
         texts.append(f"gradients clipped to a norm of {training.grad_clip:g}")
+    if training.ema is not None:
+        purposes = "evaluations and exports"
+        if training.objective is not None:
+            purposes = "evaluations, the best checkpoint and exports"
+        texts.append(f"weights are averaged (train.ema={training.ema:g}) for {purposes}")
     return "; ".join(texts)
 
 

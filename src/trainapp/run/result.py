@@ -49,7 +49,7 @@ class Result:
     seconds: float  # over all its processes
     checkpoint: str | None
     draws: str  # by which of `train.draws` the forwards have drawn random numbers; none: they have not
-    depends_on_micro_batch: list[str]  # what is known to: another size would give another result
+    depends_on_micro_batch: list[str]  # what is known to, in steps as they were cut: see docs/oom.md
     # The signal that ended it, what it interrupted, and the seconds from it to the checkpoint, the most of all ranks.
     stopped: dict[str, Any] | None
     ended: str | None  # why: the setting of its length, the reason it stopped, or the signal; None: nothing trained

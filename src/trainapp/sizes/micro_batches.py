@@ -290,8 +290,8 @@ class MicroBatchSizes:
         history.attempt = history.attempt.merged(LargestMicroBatch(largest, elements * largest // samples))
         history.fewest_samples_in_attempt = min(history.fewest_samples_in_attempt or smallest, smallest)
 
-        # Only training notes each micro-batch as it begins. Of other work, such as an evaluation or the embeddings of
-        # cached gradients, the smallest is noted: an error may come from too few samples.
+        # Steps and evaluations note each micro-batch as it begins. Of other work, such as the embeddings of cached
+        # gradients, the smallest is noted: an error may come from too few samples.
         self.begin(bucket, smallest)
         if len(parts) == 1:
             return [micro]

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from trainapp.config import excludes, targets
-from trainapp.config.schema import Config, Optimizer, is_users_class
+from trainapp.config.schema import Config, Optimizer
 from trainapp.errors import UserError
 from trainapp.files import CONF
 from trainapp.memory.live_tensors import Category
@@ -115,8 +115,8 @@ class Technique:
         changes_optimizer = any(name.startswith("optimizer.") for name in self.changes)
         if config.updates and changes_optimizer:
             return False
-        # An option would replace the user's own class, or pass it settings that it does not have.
-        if "optimizer.target" in self.changes and is_users_class(config.optimizer.target):
+        # Beside an `optimizer._target_`, also of torch, an option has no effect but settings that the class may lack.
+        if "optimizer.target" in self.changes and config.optimizer.target not in _targets_of_options():
             return False
         if not self.helps(situation):
             return False
@@ -131,6 +131,16 @@ class Technique:
         except UserError:
             return False
         return True
+
+
+@functools.cache
+def _targets_of_options() -> frozenset[str]:
+    """Return the classes of the optimizers that are options."""
+    targets = set()
+    for file in (CONF / "optimizer").glob("*.yaml"):
+        option: Any = OmegaConf.load(file)
+        targets.add(option["_target_"])
+    return frozenset(targets)
 
 
 def _changes_by_optimizer(option: str) -> dict[str, Any]:

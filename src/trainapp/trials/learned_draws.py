@@ -21,10 +21,10 @@ from trainapp.draws.record import COLLATE, NUMBER_OF_DRAWS, DrawRecord, TopicKin
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
 from trainapp.losses import contrastive
-from trainapp.losses.losses import Metrics, has_embeddings, needs_whole_batch
+from trainapp.losses.losses import Metrics, has_embeddings, needs_no_check, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
 from trainapp.trials.comparison import SplitValues
-from trainapp.trials.modes import NO_CHECK_NEEDED, OF_CHECKPOINT, Mode, has_all_values, needs_no_check
+from trainapp.trials.modes import NO_CHECK_NEEDED, OF_CHECKPOINT, Mode, has_all_values
 from trainapp.trials.obstacles import Obstacle, Reason
 from trainapp.trials.precisions import first_working_result, note_traces, precisions_to_try
 from trainapp.trials.probe import TaskProbe
@@ -99,7 +99,7 @@ def _reason_to_skip(setup: TrialSetup, mode: Mode) -> str:
         return f"torch's own, of the micro-batch: train.draws={draws} on {setup.device.type}"
     if setup.resumes:
         return OF_CHECKPOINT
-    if needs_no_check(mode, setup.model):
+    if needs_no_check(mode.task, setup.model):
         return NO_CHECK_NEEDED
     if needs_whole_batch(mode.task):
         return "of the whole batch: the task declares whole_batch, it is never split"
@@ -131,7 +131,7 @@ def _learn_mode(setup: TrialSetup, samples: Samples, mode: Mode, draw_record: Dr
         except Exception as error:
             text += f", by their shapes alone: {summary_of(error)}"
     if _topic(mode) in draw_record.depends:
-        text += ", but the loss does not add up: some draws may be assigned to the wrong samples"
+        text += ", but some perhaps to the wrong ones: with each sample's own draws the loss does not add up"
     return text
 
 
@@ -231,7 +231,7 @@ def _choose_layouts(probe: TaskProbe, mode: Mode, draw_record: DrawRecord, candi
     if smallest > tolerance:
         draw_record.depends[_topic(mode)] = (
             f"the loss of {probe.samples.number} samples is not that of their halves, by {smallest:.1%}, though each "
-            "sample draws the same: draws cannot be assigned to samples, or the loss compares samples"
+            "sample draws the same in both: draws cannot be assigned to samples, or the loss compares samples"
         )
 
 

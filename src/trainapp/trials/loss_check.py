@@ -35,12 +35,12 @@ import torch
 
 from trainapp.draws.record import DrawRecord, TopicKind
 from trainapp.errors import UserError, summary_of
-from trainapp.losses.losses import has_embeddings, needs_whole_batch
+from trainapp.losses.losses import has_embeddings, needs_no_check, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
 from trainapp.trials.messages import DependsOnSplit, Finding, Refused
-from trainapp.trials.modes import NO_CHECK_NEEDED, Mode, has_all_values, needs_no_check
+from trainapp.trials.modes import NO_CHECK_NEEDED, Mode, has_all_values
 from trainapp.trials.obstacles import Obstacle, Reason
-from trainapp.trials.parts import TaskFindings, compare_with_parts
+from trainapp.trials.parts import TaskFindings, compare_with_parts, draws_alike
 from trainapp.trials.precisions import FP64, first_working_result, note_traces, precisions_to_try
 from trainapp.trials.samples import Samples
 from trainapp.trials.setup import TrialSetup
@@ -84,7 +84,7 @@ def require_sum(setup: TrialSetup, ranks: Ranks, draw_record: DrawRecord) -> dic
     # Skip modes whose check is not needed or not possible. Reading samples is only worth its time for the others.
     compared_modes = []
     for mode in setup.modes:
-        if needs_no_check(mode, setup.model):
+        if needs_no_check(mode.task, setup.model):
             texts[mode.check_name("loss")] = NO_CHECK_NEEDED
             continue
         reason = _reason_to_skip(setup, mode)
@@ -224,5 +224,14 @@ def _merged_text(outcomes: Sequence[Outcome], mode: Mode, draw_record: DrawRecor
             raise UserError(outcome.refusal)
         if outcome.dependence:
             draw_record.note(TopicKind.PADDING.topic(mode.task.setting), outcome.dependence)
-    distinct_texts = dict.fromkeys(outcome.text for outcome in outcomes)
-    return "; ".join(distinct_texts)
+    texts = [outcome.text for outcome in outcomes]
+    if TopicKind.DRAWS.topic(mode.work) in draw_record.depends and draws_alike(mode, draw_record):
+        texts = [_if_draws_are_alike(text) for text in texts]
+    return "; ".join(dict.fromkeys(texts))
+
+
+def _if_draws_are_alike(text: str) -> str:
+    """Return what adds up with its condition. With each sample's own draws it does not: so says the check of draws."""
+    if not text.startswith("adds up "):
+        return text
+    return text.replace(" samples", " samples that all draw the same", 1)

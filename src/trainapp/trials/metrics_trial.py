@@ -88,6 +88,7 @@ def _try_on_examples(session: Session) -> set[str]:
                 continue
             finally:
                 contents.restore()
+            session.metrics.require_samples_first(metrics, min(EXAMPLE_SAMPLES, batches.samples))
             session.metrics.update(metrics)
         if session.snapshot.lost:
             log.warning("%s", written_without_copy("the first trial of the metrics", session.snapshot.lost))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from trainapp.losses.losses import CheckedTask, is_built_in
+from trainapp.losses.losses import CheckedTask
 from trainapp.torch_private import has_values
 from trainapp.training.engine import training_draws
 from trainapp.training.evaluation.loop import EVALUATION
@@ -52,11 +52,6 @@ def modes_of(task: CheckedTask, updates: Mapping[str, CheckedTask]) -> list[Mode
     for name, training_task in training_tasks.items():
         modes.append(Mode(training_task, training_draws(name), training=True, update=name))
     return modes
-
-
-def needs_no_check(mode: Mode, model: nn.Module) -> bool:
-    """Return whether task and model are trainapp's own: samples never interact, and draws have them first."""
-    return type(model).__module__.startswith("trainapp.models.") and is_built_in(mode.task)
 
 
 def has_all_values(model: nn.Module) -> bool:

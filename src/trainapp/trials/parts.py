@@ -87,6 +87,14 @@ def compare_with_parts(
     return TaskFindings(loss, None, divided_metrics)
 
 
+def draws_alike(mode: Mode, draw_record: DrawRecord) -> bool:
+    """Return whether all samples draw the same in a mode's calls, as the shapes do not tell whose draws are whose."""
+    layouts = draw_record.layouts.get(mode.work)
+    if layouts is None:
+        return True
+    return any(layout.rows > 1 or layout.varies for layout in layouts.values())
+
+
 class ModeCalls:
     """Calls of a task in one mode with a probe's batches, with draws as in training."""
 
@@ -95,10 +103,9 @@ class ModeCalls:
         self.mode = mode
         self._layouts = draw_record.layouts.get(mode.work)
         self._record = DrawRecord()
-        self._draws_alike = True  # each sample draws the same, as the shapes do not tell whose draws are whose
+        self._draws_alike = draws_alike(mode, draw_record)
         if self._layouts is not None:
             self._record.layouts[mode.work] = self._layouts
-            self._draws_alike = any(layout.rows > 1 or layout.varies for layout in self._layouts.values())
 
     def __call__(self, batch: TrialBatch, dispatch_mode: Observer | RandomRounding | None = None) -> Sums:
         sample_draws = SampleDraws((0,), batch.positions, self._record, self.mode.work, alike=self._draws_alike)

@@ -10,7 +10,7 @@ import torch
 from trainapp.data.batch import MicroBatch
 from trainapp.data.eval_batches import EvalBatches
 from trainapp.hooks.metrics import as_scalars, logged_name
-from trainapp.losses.losses import evaluate_metrics, has_embeddings
+from trainapp.losses.losses import evaluate_metrics, has_embeddings, needs_no_check
 from trainapp.losses.set_embeddings import SetEmbeddings
 from trainapp.models.inspect import per_sample_buffers
 from trainapp.rng import seed_from
@@ -18,6 +18,7 @@ from trainapp.signals import Stopped
 from trainapp.training import callback_calls, stopping
 from trainapp.training.dependence import warn_of_writes_in_evaluation
 from trainapp.training.engine import Totals
+from trainapp.training.evaluation.half_batch import try_half
 from trainapp.training.evaluation.loop import as_evaluated, each_micro_batch
 from trainapp.training.evaluation.objective import record_objective
 from trainapp.training.evaluation.own_rows import SharedRows, per_sample_copies, require_own_rows
@@ -175,14 +176,34 @@ def _totals_with(session: Session, micro: MicroBatch) -> Totals:
     """Return the evaluation's totals, including this micro-batch."""
     current = session.evaluation
     assert current.totals is not None, "outside an evaluation"
+    # Tried first, while no outputs are in memory.
+    checks_samples = session.metrics.awaits_samples_first and _may_lack_samples_first(session)
+    if checks_samples:
+        try_half(session, micro, functools.partial(_require_samples_first, session))
+
     task = session.task if current.embedded is None else current.embedded.task
     loss, count, metrics = session.engine.evaluate(task, micro.data)
+    if checks_samples:
+        session.metrics.require_samples_first(metrics, micro.samples)
     metric_sums = evaluate_metrics(metrics, session.metrics.names)
     if micro.real:
         session.metrics.update(metrics)
 
     # A copy: a loss that is a view would keep its micro-batch's tensors until the evaluation ends.
     return current.totals.plus(loss.clone(), count, metric_sums, micro.samples, micro.real)
+
+
+def _may_lack_samples_first(session: Session) -> bool:
+    """Return whether another dimension may come first in what the task returns for metrics. Embeddings have the samples
+    first; and each call collects them, also a trial.
+    """
+    return session.evaluation.embedded is None and not needs_no_check(session.task, session.state.model)
+
+
+def _require_samples_first(session: Session, micro: MicroBatch) -> None:
+    """Evaluate a batch for what its task returns for metrics. Raises UserError as `StatefulMetrics` does."""
+    _, _, metrics = session.engine.evaluate(session.task, micro.data)
+    session.metrics.require_samples_first(metrics, micro.samples)
 
 
 def _keep(
@@ -211,6 +232,7 @@ def _keep(
         current.written = ()
     if current.embedded is not None:
         current.embedded.keep(micro.real)
+    session.metrics.awaits_samples_first = False
     current.totals = totals
 
 

@@ -54,6 +54,7 @@ def each_micro_batch(
     """
     sizes = session.sizes.evaluation
     for micro in sizes.split_all(fetched, session.eval_ranks):
+        sizes.begin(micro.bucket, micro.samples)
         with session.metrics.undone_on_error():
             # Until the ranks agree, this micro-batch may be repeated: nothing of it counts.
             watching = watched(session, sizes, micro.data, micro.samples)
