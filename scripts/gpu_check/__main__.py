@@ -36,6 +36,7 @@ STEPS = (
         "tests/gpu",
         {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"},
     ),
+    Step("defaults", "compiled steps, the allocator's cache, cuDNN's choices, LSTM dropout, pinned memory", 50),
     Step("memory", "20 errors each in forward, backward and recomputation; 40 evaluations", 55),
     Step("two_ranks", "two processes on one device over gloo, an error in each phase", 35),
     Step("one_rank", "one rank over NCCL: groups, mesh, rewrapping, background checkpoints", 40),

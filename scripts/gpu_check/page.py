@@ -17,6 +17,7 @@ the tests need. `--only NAME ...` runs some of the steps, `--out FOLDER` writes 
 needs no GPU, with small sizes. The exit code is 0 if all checks passed, 1 if not, 2 if nothing could be checked, 130
 after an interruption. What failed is bold. The steps' logs lie beside `gpu.json`.
 """
+FAULTS = (Path(__file__).parent / "faults.md").read_text()
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Findings:
         if not self.outcomes:
             steps = [f"| {step.name} | {step.about} |" for step in self.steps]
             head = "**Not run yet**: so far no GPU has been at hand.\n\n| step | what it checks |\n|---|---|"
-            return "\n".join([HEAD, head, *steps, ""])
+            return "\n".join([HEAD, head, *steps, "", FAULTS])
         facts = {"run on": self.device, **self.facts}
         lines = [HEAD, "| what | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in facts.items())]
         lines += ["", f"{self.summary}.", ""]
@@ -97,7 +98,7 @@ class Findings:
                 got = f"**{_cell(row.got)}**" if row.outcome == "failed" else _cell(row.got)
                 lines.append(f"| {_cell(row.check)} | {_cell(row.expected)} | {got} |")
             lines.append("")
-        return "\n".join(lines)
+        return "\n".join([*lines, FAULTS])
 
     def write(self, folder: Path) -> Path:
         """Write `gpu.md` and `gpu.json`. Returns the page's path."""
