@@ -300,12 +300,13 @@ def test_running_out_of_memory_in_the_trial_is_no_answer(asks_again, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(16, 2**18), (2**22, 1), (2, 2**22), (4, 2**10, 2**10)])
-def test_torchs_kernels_on_cuda_take_64_mib_at_most(monkeypatch, shape):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(16, 2**18), (2**22, 1), (2, 2**22), (4, 2**10, 2**10), (3, 2**20 - 1, 1)])
+def test_torchs_kernels_on_cuda_take_64_mib_at_most(monkeypatch, shape, dtype):
     """In blocks of CUDA's size, here on the CPU."""
     monkeypatch.setitem(BLOCK, "cpu", BLOCK["cuda"])
     counter_based._word_steps.cache_clear()
-    target = torch.empty(shape)
+    target = torch.empty(shape, dtype=dtype)
     keys = torch.arange(shape[0])[:, None]
     layout = DrawLayout("normal_", len(shape), axis=0)
     fill_by_sample(counter_based.normal, target[:1], layout, keys[:1], ())  # makes the table of steps

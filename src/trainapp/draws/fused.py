@@ -55,9 +55,10 @@ def fused_draw(distribution: Distribution, target: Tensor, arguments: Sequence[A
         target: the tensor to fill, with at least one element.
         arguments: of the distribution.
     """
-    if not _can_be_filled(target):
+    make_draw = _FUSED_DRAWS.get(distribution)
+    if make_draw is None or not _can_be_filled(target):
         return None
-    return _FUSED_DRAWS[distribution](target, *arguments)
+    return make_draw(target, *arguments)
 
 
 def can_drop(inputs: Tensor) -> bool:
