@@ -28,11 +28,11 @@ CPU_TIME_FACTOR = 7  # a step may take so many times its seconds on a CPU
 STEPS = (
     Step("convolutions", "a convolution under 20 shrinking limits, cuDNN's search on and off", 25),
     Step("limits", "model=resnet at 8 limits, the smallest workable limit, jobs in one process, new sizes", 100),
-    Step("tests", "tests/gpu, with expandable segments", 80, "tests/gpu"),
+    Step("tests", "tests/gpu, with expandable segments", 90, "tests/gpu"),
     Step(
         "tests_without",
         "tests/gpu, without expandable segments",
-        80,
+        90,
         "tests/gpu",
         {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"},
     ),
@@ -41,6 +41,7 @@ STEPS = (
     Step("two_ranks", "two processes on one device over gloo, an error in each phase", 35),
     Step("one_rank", "one rank over NCCL: groups, mesh, rewrapping, background checkpoints", 40),
     Step("speed", "steps per second against hand-written loops; steps that wait for the device", 55),
+    Step("draws", "the time of draws by sample against torch's own", 25),
     Step("planned_peaks", "the plan's peaks against those of 25 runs", 55),
 )
 

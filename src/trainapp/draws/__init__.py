@@ -12,4 +12,6 @@ the sample), so neither the other samples nor padding behind it matter. A draw i
    step (`trials.learned_draws`). A draw without such a dimension is the same for all samples.
 4. `filling` and `counter_based`: the tensor is filled with hashes (`splitmix64`), made into the distribution's numbers.
    For rare distributions torch's own kernel draws one sample after the other, from a generator seeded for each.
+
+On CUDA the fourth step is one launch: `fused` calls a kernel of Triton's (`kernels`) that computes the same numbers.
 """

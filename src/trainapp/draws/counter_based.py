@@ -124,10 +124,19 @@ def bernoulli(keys: Tensor, first: int, count: int, dtype: torch.dtype, p: float
     """
     if isinstance(p, Tensor):
         return _unit(keys, first, count, _at_least_fp32(p.dtype)) < p
+    threshold = threshold_of_16_bits(p)
+    if threshold is None:
+        return _unit(keys, first, count, torch.float32) < p
+    return random_words(keys, first, count, torch.int16) < threshold
+
+
+def threshold_of_16_bits(p: float) -> int | None:
+    """Return the number below which a random integer of 16 bits, with its sign, is with probability `p`; None for an
+    extreme one.
+    """
     if 0.02 <= p <= 0.98:
-        threshold = round(p * 2**16) - 2**15  # words are signed
-        return random_words(keys, first, count, torch.int16) < threshold
-    return _unit(keys, first, count, torch.float32) < p
+        return round(p * 2**16) - 2**15
+    return None
 
 
 def integers(keys: Tensor, first: int, count: int, dtype: torch.dtype, low: int, high: int) -> Tensor:

@@ -59,13 +59,17 @@ def _row_offsets(shape: Sequence[int], device: torch.device) -> Tensor:
     """
     offsets = torch.zeros(list(shape), dtype=torch.int64, device=device)
     for dimension, size in enumerate(shape):
-        step = signed(hashed(dimension + 1) | 1)  # odd, so that no two coordinates add the same
-        steps = torch.arange(size, device=device) * step
+        steps = torch.arange(size, device=device) * coordinate_step(dimension + 1)
 
         # Broadcast over the other dimensions.
         later_dimensions = len(shape) - dimension - 1
         offsets.add_(steps.view(-1, *[1] * later_dimensions))
     return offsets.flatten()
+
+
+def coordinate_step(dimension: int) -> int:
+    """Return what a row's coordinate in this dimension of a sample, counted from 1, adds to its key, per unit."""
+    return signed(hashed(dimension) | 1)  # odd, so that no two coordinates add the same
 
 
 def _fill_samples(distribution: Distribution, block: Tensor, row_keys: Tensor, arguments: Sequence[Any]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainapp.draws import counter_based
+from trainapp.draws import counter_based, fused
 from trainapp.draws.counter_based import BLOCK
 from trainapp.draws.filling import Distribution, fill_by_sample
 from trainapp.draws.layout import DrawLayout, RandomDraw
@@ -135,37 +135,56 @@ def _way_to_compute(name: str) -> Callable[[OperationCall], Any]:
 # --- the operations that draw
 
 
+class NumberedDraw(NamedTuple):
+    """A draw with its number in the forward."""
+
+    draw: RandomDraw
+    seed: int  # the number, after the micro-batch's first seed
+    layout: DrawLayout
+
+
 def _draw(call: OperationCall) -> Any:
     """Draw what belongs to samples sample by sample, and anything else once for all of them."""
-    # What is drawn.
-    sample_draws = call.sample_draws
-    target = call.args[0]  # the tensor to fill, or one with a distribution's parameters; `randperm` has none
-    is_tensor = isinstance(target, Tensor)
-    if is_tensor and target.is_complex():
+    target = call.args[0]
+    if isinstance(target, Tensor) and target.is_complex():
         return _draw_complex(call)
-    shape = tuple(target.shape) if is_tensor else ()
-    sizes = tuple(value for value in call.args if type(value) is int)
-    draw = RandomDraw(call.name, shape, sizes)
-
-    # Where it has the samples, if anywhere. The seed advances with every draw.
-    seed = sample_draws.next_seed()
-    layout = sample_draws.layout_of(seed, draw)
-    if layout.axis is None:
-        return _draw_without_samples(call, draw, layout, seed)
+    numbered = _next_draw(call)
+    if numbered.layout.axis is None:
+        return _draw_without_samples(call, numbered)
     if not target.numel():
         return call.torch_kernel(*call.args, **call.kwargs)
 
     # Draw each sample's part from its own key.
-    samples = len(sample_draws.positions)
-    if sample_draws.alike:  # each row is drawn as a sample, whosever it is
-        samples = target.shape[layout.axis]
-        layout = layout._replace(rows=1, interleaved=False)
-    keys = sample_draws.sample_keys(target.device, samples) + signed(hashed(seed))
+    samples, layout = _rows_of_samples(call.sample_draws, target, numbered.layout)
+    seed = signed(hashed(numbered.seed))
     distribution = _DISTRIBUTIONS.get(call.name)
     is_unbounded = any(value is None for value in call.args)  # `random_(low, None)`: up to the dtype's largest number
     if distribution is None or is_unbounded:
-        return _draw_one_by_one(call, layout, keys)
-    return fill_by_sample(distribution, target, layout, keys, call.args[1:])
+        return _draw_one_by_one(call, layout, call.sample_draws.keys_on_host(samples, seed))
+    arguments = call.args[1:]
+    sample_keys = call.sample_draws.sample_keys(target.device, samples)
+    fused_draw = fused.fused_draw(distribution, target, arguments)
+    if fused_draw is not None:
+        return fused.fill(fused_draw, target, layout, sample_keys, seed)
+    return fill_by_sample(distribution, target, layout, sample_keys + seed, arguments)
+
+
+def _next_draw(call: OperationCall) -> NumberedDraw:
+    """Return the coming draw. The seed advances with every one."""
+    target = call.args[0]  # the tensor to fill, or one with a distribution's parameters; `randperm` has none
+    shape = tuple(target.shape) if isinstance(target, Tensor) else ()
+    sizes = tuple(value for value in call.args if type(value) is int)
+    draw = RandomDraw(call.name, shape, sizes)
+    seed = call.sample_draws.next_seed()
+    return NumberedDraw(draw, seed, call.sample_draws.layout_of(seed, draw))
+
+
+def _rows_of_samples(sample_draws: SampleDraws, target: Tensor, layout: DrawLayout) -> tuple[int, DrawLayout]:
+    """Return how many samples the target has, and in which layout. If all draw alike, each row is a sample."""
+    if not sample_draws.alike:
+        return len(sample_draws.positions), layout
+    assert layout.axis is not None, "a draw without samples"
+    return target.shape[layout.axis], layout._replace(rows=1, interleaved=False)
 
 
 def _draw_complex(call: OperationCall) -> Any:
@@ -184,8 +203,9 @@ def _complex_normal(target: Tensor, mean: complex = 0.0, std: float = 1.0) -> Te
     return target.add_(mean)
 
 
-def _draw_without_samples(call: OperationCall, draw: RandomDraw, layout: DrawLayout, seed: int) -> Any:
+def _draw_without_samples(call: OperationCall, numbered: NumberedDraw) -> Any:
     """Draw by torch's kernel: the same in all micro-batches or, if the shape varies, other numbers in each, noted."""
+    draw, seed, layout = numbered
     if layout.varies:
         seed = hashed(seed, call.sample_draws.positions[0])
         shape = list(draw.shape or draw.sizes)
@@ -205,8 +225,10 @@ def _draw_seeded(call: OperationCall, device: torch.device, seed: int, args: Seq
         return call.torch_kernel(*args, **keywords)
 
 
-def _draw_one_by_one(call: OperationCall, layout: DrawLayout, keys: Tensor) -> Tensor:
-    """Call torch's kernel for each sample. Waits for the device, and holds the result twice."""
+def _draw_one_by_one(call: OperationCall, layout: DrawLayout, keys: Sequence[int]) -> Tensor:
+    """Call torch's kernel for each sample, with its key. Holds the result twice. Waits for the device only where
+    torch's kernel does, as that of multinomial.
+    """
     target = call.args[0]
     base_name = call.name.partition(".")[0]
     is_in_place = base_name.endswith("_")
@@ -219,7 +241,7 @@ def _draw_one_by_one(call: OperationCall, layout: DrawLayout, keys: Tensor) -> T
     # Draw into copies, and copy what was drawn into the views of the whole tensor.
     results = []
     args_by_sample = [_split_argument(value, layout, len(keys)) for value in call.args]
-    for key, *sample_args in zip(keys[:, 0].tolist(), *args_by_sample, strict=True):
+    for key, *sample_args in zip(keys, *args_by_sample, strict=True):
         copies = [_contiguous_copy(value) for value in sample_args]
         results.append(_draw_seeded(call, target.device, key, copies))
         if written is not None:
@@ -269,22 +291,43 @@ def _into_out(call: OperationCall) -> Tensor:
 
 
 def _dropout(call: OperationCall) -> Any:
-    """`native_dropout`, by `bernoulli_`: the result and the mask."""
+    """`native_dropout`, by the draw of `bernoulli_`: the result and the mask."""
     inputs, p, train = call.args
     if train is False or not 0 < p < 1:
         return call.torch_kernel(inputs, p, train)
-    mask = torch.empty_like(inputs, dtype=torch.bool).bernoulli_(1 - p)
-    result = inputs * mask * (1 / (1 - p))
-    return result, mask
+    mask = torch.empty_like(inputs, dtype=torch.bool)
+    if not fused.can_drop(inputs):
+        mask.bernoulli_(1 - p)
+        return _dropped(inputs, mask, p), mask
+
+    # The same draw, whose kernel writes the result, too.
+    bernoulli = torch.ops.aten.bernoulli_.float
+    draw_mask = OperationCall(call.sample_draws, "bernoulli_.float", bernoulli, (mask, 1 - p), {})
+    numbered = _next_draw(draw_mask)
+    if numbered.layout.axis is None:
+        _draw_without_samples(draw_mask, numbered)
+        return _dropped(inputs, mask, p), mask
+    samples, layout = _rows_of_samples(call.sample_draws, inputs, numbered.layout)
+    sample_keys = call.sample_draws.sample_keys(inputs.device, samples)
+    return fused.dropout(inputs, mask, p, layout, sample_keys, signed(hashed(numbered.seed))), mask
+
+
+def _dropped(inputs: Tensor, mask: Tensor, p: float) -> Tensor:
+    return inputs * mask * (1 / (1 - p))
 
 
 def _note_fused(call: OperationCall) -> Any:
     """Call torch's kernel, and note that it draws."""
-    operation = getattr(torch.ops.aten, call.name).default
-    if draws_numbers(operation, call.args, call.kwargs):
+    if draws_numbers(_operator(call.name), call.args, call.kwargs):
         draw_record = call.sample_draws.draw_record
         draw_record.draws = True
         name = call.name.strip("_")
         text = f"{name} draws inside a fused kernel, by micro-batch; see `sdpa_kernel` of torch"
         draw_record.note(call.name, text)
     return call.torch_kernel(*call.args, **call.kwargs)
+
+
+@functools.cache
+def _operator(name: str) -> Any:
+    """Return the operator of ATen: looking it up takes microseconds."""
+    return getattr(torch.ops.aten, name).default

@@ -123,10 +123,21 @@ class SampleDraws:
             samples: the number of samples or, if all draw the same, of any rows.
         """
         if (device, samples) not in self._sample_keys:
-            if self.alike:
-                positions = torch.zeros(samples, dtype=torch.int64)
-            else:
-                positions = torch.tensor(self.positions)
-            keys = (positions.to(device) + 1) * signed(SAMPLE_STEP)
+            keys = (self._positions_on(device, samples) + 1) * signed(SAMPLE_STEP)
             self._sample_keys[device, samples] = keys[:, None]
         return self._sample_keys[device, samples]
+
+    def keys_on_host(self, samples: int, seed: int) -> list[int]:
+        """Return the elements of `sample_keys(...) + seed`, without waiting for a device."""
+        positions = [0] * samples if self.alike else self.positions
+        return [signed((int(position) + 1) * SAMPLE_STEP + seed) for position in positions]
+
+    def _positions_on(self, device: torch.device, samples: int) -> torch.Tensor:
+        """Return the positions of the samples, int64 [samples]. Does not wait for the device."""
+        positions = self.positions
+        if self.alike:
+            return torch.zeros(samples, dtype=torch.int64, device=device)
+        if isinstance(positions, range):  # in training
+            return torch.arange(positions.start, positions.stop, positions.step, device=device)
+        on_host = torch.tensor(positions, pin_memory=device.type == "cuda")
+        return on_host.to(device, non_blocking=True)
