@@ -27,22 +27,22 @@ CPU_TIME_FACTOR = 7  # a step may take so many times its seconds on a CPU
 # module `check_NAME.py` of tests that use the fixtures of `rows`.
 STEPS = (
     Step("convolutions", "a convolution under 20 shrinking limits, cuDNN's search on and off", 25),
-    Step("limits", "model=resnet at 8 limits, the smallest workable limit, jobs in one process, new sizes", 100),
-    Step("tests", "tests/gpu, with expandable segments", 90, "tests/gpu"),
+    Step("limits", "model=resnet at 8 limits, the smallest workable limit, jobs in one process, new sizes", 95),
+    Step("tests", "tests/gpu, with expandable segments", 80, "tests/gpu"),
     Step(
         "tests_without",
         "tests/gpu, without expandable segments",
-        90,
+        80,
         "tests/gpu",
         {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"},
     ),
-    Step("defaults", "compiled steps, the allocator's cache, cuDNN's choices, LSTM dropout, pinned memory", 50),
-    Step("memory", "20 errors each in forward, backward and recomputation; 40 evaluations", 55),
+    Step("defaults", "compiled steps, the allocator's cache, cuDNN's choices, LSTM dropout, pinned memory", 45),
+    Step("memory", "20 errors each in forward, backward and recomputation; 40 evaluations", 50),
     Step("two_ranks", "two processes on one device over gloo, an error in each phase", 35),
     Step("one_rank", "one rank over NCCL: groups, mesh, rewrapping, background checkpoints", 40),
-    Step("speed", "steps per second against hand-written loops; steps that wait for the device", 55),
+    Step("speed", "steps per second against hand-written loops; steps that wait for the device", 50),
     Step("draws", "the time of draws by sample against torch's own", 25),
-    Step("planned_peaks", "the plan's peaks against those of 25 runs", 55),
+    Step("planned_peaks", "the plan's peaks against those of 25 runs", 50),
 )
 
 
