@@ -143,6 +143,20 @@ class ActNorm(Base):
         return self.shift
 
 
+class LateActNorm(ActNorm):
+    """A shift that is first written in the fourth step's forward."""
+
+    def build(self, num_classes: int) -> None:
+        super().build(num_classes)
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+
+    def change(self, inputs: Tensor) -> Tensor:
+        if not self.training:
+            return self.shift
+        self.forwards += 1
+        return super().change(inputs) if self.forwards == 4 else self.shift
+
+
 class Codebook(Base):
     """A buffer that follows the mean of the micro-batch."""
 

@@ -96,6 +96,16 @@ def test_parameters_that_differ_between_ranks_are_refused(cell):
     assert "the forward writes the parameters model.shift, and each rank from its own samples" in record.error
 
 
+@pytest.mark.parametrize("every", ["every.log=1", "every.log=null"], ids=["at a logged step", "at a save"])
+def test_a_first_write_after_many_steps_is_compared_too(cell, every):
+    """As an embedding's with `max_norm`, once its codes have grown: of rows that only one rank has read."""
+    overrides = ("parallel=ddp", *own_model("writing_models.LateActNorm"), "batch.micro_size=64", every)
+    record = cell.run(2, *overrides, "train.check_loss=false", "every.save=6", "checkpointing=standard", tiny=WRITING)[
+        0
+    ]
+    assert "the forward writes the parameters model.shift, and each rank from its own samples" in record.error
+
+
 def test_writes_to_gathered_copies_are_refused(cell):
     record = trained(cell, "fsdp", "TeacherInRoot")
     assert "the forward writes teacher.weight, teacher.bias, of which it has gathered copies" in record.error

@@ -136,10 +136,7 @@ def _record_writes(session: Session, size: int, is_cut_here: bool) -> None:
     other_state = written - statistics - iterators - per_sample_buffers(modules)
     if has_embeddings(session.engine.task):  # the task is called once per step
         other_state = {name for name in other_state if not _root_of(name).endswith("task")}
-    if not session.has_compared_ranks:
-        session.has_compared_ranks = True
-        _record_differences_of_ranks(session, modules, other_state)
-        _record_objects_of_ranks(session, other_state)
+    compare_ranks(session, other_state)
     if other_state and is_cut_here:
         depends["writes"] = (
             f"the forward writes {listed(sorted(other_state))}, once per micro-batch ({size}), not per step: what a "
@@ -147,12 +144,31 @@ def _record_writes(session: Session, size: int, is_cut_here: bool) -> None:
         )
 
 
+def compare_ranks(session: Session, names: Collection[str] = ()) -> None:
+    """Compare between the ranks what forwards have begun to write since the last call: some only do so after many
+    steps, as an embedding with `max_norm`. Records what differs. Collective: all ranks. Raises TrainingStopped for
+    parameters: the ranks would train different models.
+
+    Args:
+        session: the live objects; their record of draws is extended.
+        names: of state that the forwards write, besides the parameters that they are known to write.
+    """
+    if session.ranks.world_size == 1:
+        return
+    names_here = {*names, *session.snapshot.written} - session.compared_names
+    by_rank = session.ranks.all_gather_object(sorted(names_here))
+    new_names = {name for names_there in by_rank for name in names_there}
+    session.compared_names |= new_names
+    if new_names:
+        modules = {"model": session.state.model, **session.state.stateful.modules}
+        _record_differences_of_ranks(session, modules, new_names)
+        _record_objects_of_ranks(session, new_names)
+
+
 def _record_differences_of_ranks(session: Session, modules: Mapping[str, nn.Module], names: Collection[str]) -> None:
     """Record which of these tensors differ between ranks: written by forwards, and not averaged by the model itself.
     Collective. Raises TrainingStopped for parameters: the ranks would train different models.
     """
-    if session.ranks.world_size == 1:
-        return
     checksums = {}
     parameters = set()
     for root_name, root in modules.items():
@@ -187,8 +203,6 @@ def _record_objects_of_ranks(session: Session, names: Collection[str]) -> None:
     """Record which of these containers, and attributes of objects such as a replay buffer, differ between ranks.
     Collective.
     """
-    if session.ranks.world_size == 1:
-        return
     fingerprints_by_rank = session.ranks.all_gather_object(session.snapshot.fingerprints_of_held(names))
     first = fingerprints_by_rank[0]
     differing = set()

@@ -14,7 +14,7 @@ from trainapp.data.batch import MicroBatch
 from trainapp.sizes.record import next_size_text, sizes_text
 from trainapp.training import callback_calls, exactness, reporting, stopping
 from trainapp.training.attempt import attempt
-from trainapp.training.dependence import warn_of_dependence
+from trainapp.training.dependence import compare_ranks, warn_of_dependence
 from trainapp.training.engine import BatchContext, Engine, Totals, UpdateResult
 from trainapp.training.evaluation.evaluate import evaluate
 from trainapp.training.memory_watch import micro_batch_context, watched
@@ -140,6 +140,7 @@ def save(session: Session) -> None:
     with session.engine.at(Phase.SAVE):
         progress = session.state.progress
         session.engine.nonfinite.check()
+        compare_ranks(session)
         session.strategy.broadcast_buffers()
         facts = {
             "budget": session.memory.budget,

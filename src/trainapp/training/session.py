@@ -128,7 +128,7 @@ class Session:
     recovery: RecoveryState = field(default_factory=RecoveryState)
     step_metrics: dict[str, float] = field(default_factory=dict)  # to be logged: those of the step's finished updates
     topics_of_trials: frozenset[str] = frozenset()  # of what depends on the micro-batch, known before the first step
-    has_compared_ranks: bool = False  # whether state that forwards write was compared between ranks
+    compared_names: set[str] = field(default_factory=set)  # of state that forwards write: compared between ranks
     exactness_checks_left: int = 0  # updates that `train.check_exactness` has yet to compare
     sizes: Sizes = field(init=False)  # micro-batch sizes; chosen after a checkpoint is read
 
