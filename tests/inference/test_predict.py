@@ -4,6 +4,7 @@ import os
 import shlex
 import signal
 
+import numpy as np
 import pytest
 import runs
 import torch
@@ -18,6 +19,7 @@ from trainapp.data.sets.digits import Digits
 from trainapp.errors import UserError
 from trainapp.hooks.predictions import dim_of_classes
 from trainapp.inference import predict as module
+from trainapp.inference.rows import RowFile
 from trainapp.signals import TO_BE_CONTINUED
 
 PAGE = ROOT / "docs/inference.md"
@@ -255,3 +257,62 @@ def test_shared_draws_do_not_depend_on_the_batch_size(tmp_path):
     first, second = by_size
     assert [line["prediction"] for line in first] == [line["prediction"] for line in second]
     assert [line["probability"] for line in first] == pytest.approx([line["probability"] for line in second])
+
+
+class Diffuses:
+    """A classification whose predictions are drawn in several steps, which its loss does not draw."""
+
+    def __call__(self, model, batch):
+        logits = model(batch["inputs"])
+        return F.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {}
+
+    def predict(self, model, batch):
+        logits = model(batch["inputs"])
+        x = torch.randn(len(logits), 2, 3)
+        for _ in range(3):
+            x = 0.9 * x + 0.1 * torch.randn_like(x)
+        return x
+
+
+def test_draws_of_a_tasks_own_predict_do_not_depend_on_the_batch_size(tmp_path):
+    """Before the first step, draws were learnt from the loss. Samples are the first dimension of its draws."""
+    own = (*runs.MODELS["mlp"], "task=test_predict.Diffuses", "user_packages=[test_predict]")
+    runs.run(tmp_path / "run", *own, "every.save=4")
+    by_size = []
+    for size in (43, 5):
+        chosen = ("user_packages=[test_predict]", f"predict.batch_size={size}")
+        rows = predict(tmp_path, tmp_path / "run", *chosen, output=f"{size}.jsonl")
+        by_size.append([row["prediction"] for row in rows])
+    first, second = map(torch.tensor, by_size)
+    assert first.shape == (360, 2, 3)
+    torch.testing.assert_close(first, second)
+    assert len(first.flatten().unique()) == first.numel()  # each sample has its own
+
+
+class DrawsByNumPy(Diffuses):
+    """Its predictions are numbers of a generator that knows no samples."""
+
+    def predict(self, model, batch):
+        return torch.from_numpy(np.random.random(len(batch["inputs"])))
+
+
+def test_numbers_of_batches_do_not_come_again_where_it_continues(tmp_path, monkeypatch):
+    own = (*runs.MODELS["mlp"], "task=test_predict.DrawsByNumPy", "user_packages=[test_predict]")
+    runs.run(tmp_path / "run", *own, "every.save=4")
+    chosen = ("user_packages=[test_predict]", "predict.batch_size=40")
+    write = RowFile.write
+    written = []
+
+    def write_two(self, rows):
+        if len(written) == 2:
+            raise OSError("injected")
+        written.append(rows)
+        write(self, rows)
+
+    monkeypatch.setattr(RowFile, "write", write_two)
+    with pytest.raises(OSError, match="injected"):
+        predict(tmp_path, tmp_path / "run", *chosen)
+    monkeypatch.setattr(RowFile, "write", write)
+    rows = predict(tmp_path, tmp_path / "run", *chosen)
+    numbers = [row["prediction"] for row in rows]
+    assert len(set(numbers)) == len(numbers) == 360

@@ -17,11 +17,10 @@ from torch.nn import functional as F
 
 from trainapp.data.joining import batch_dims, join_parts
 from trainapp.data.sets.digits import Digits
-from trainapp.draws.record import DrawRecord
+from trainapp.draws.record import EVALUATION, DrawRecord
 from trainapp.errors import UserError
 from trainapp.losses import losses
 from trainapp.optim.emulated_kernels import install_for
-from trainapp.training.evaluation.loop import EVALUATION
 from trainapp.trials.comparison import Comparison, Defect, DefectKind, SplitResults
 from trainapp.trials.messages import Refused
 from trainapp.trials.modes import Mode

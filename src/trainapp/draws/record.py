@@ -13,6 +13,8 @@ from trainapp.torch_private import outside_dispatch_modes
 
 NUMBER_OF_DRAWS = "number of draws"  # the topic of a forward that draws a varying number of times
 COLLATE = "draws of collate"  # the topic of data whose `collate` draws
+EVALUATION = "evaluation"  # the work of an evaluation's forwards
+PREDICTION = "prediction"  # that of `mode=predict`: the same forwards, unless the task predicts by itself
 GLOBALS = "global variables"  # the topic under which a record notes those that a forward writes
 ITERATORS = "iterators"  # the same for iterators from which a forward takes items
 
@@ -86,6 +88,9 @@ class DrawRecord:
         # Of a work that was never tried, only the shape is known.
         layouts = self.layouts.get(work)
         if layouts is None:
+            learnt = self.layouts.get(EVALUATION, {}) if work == PREDICTION else {}
+            if number in learnt and learnt[number].fits(draw, samples):
+                return learnt[number]
             if draw.shape[:1] == (samples,):
                 return DrawLayout(kernel, dimensions, axis=0)
             return DrawLayout(kernel, dimensions, varies=True)

@@ -22,11 +22,13 @@ from torch import Tensor
 from trainapp.checkpoint.directory import resolve
 from trainapp.config.schema import Config
 from trainapp.data.batch import MicroBatch
+from trainapp.draws.record import PREDICTION
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import atomic_write, strict_json
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
+from trainapp.rng import evaluation_key, seed_from
 from trainapp.signals import Stopped
-from trainapp.training.evaluation.loop import EVALUATION, as_evaluated, each_micro_batch
+from trainapp.training.evaluation.loop import as_evaluated, each_micro_batch
 from trainapp.training.memory_watch import begin_counting_refused
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
@@ -78,10 +80,11 @@ def write_rows(
     with contextlib.closing(row_file):
         if session.sizes.autotuner is not None:
             session.sizes.autotuner.follow(session.sizes.evaluation, shape_is_steady=False)
-        # A prediction draws what an evaluation draws: which dimension has the samples was learnt for that.
-        work = EVALUATION if mode == "predict" else mode
+        work = PREDICTION if mode == "predict" else mode
         try:
             with session.engine.at(Phase.EVALUATE), as_evaluated(session.engine, mode, work=work):
+                if row_file.written:  # numbers that belong to batches, as NumPy's, must not come again
+                    seed_from(session.state.device, *evaluation_key(session.state.seed, mode), row_file.written)
                 each_micro_batch(session, fetch_batches(row_file.written), compute, keep)
         except Stopped:
             return None

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 from torch import nn
 
+from trainapp.draws.record import EVALUATION
 from trainapp.losses.losses import CheckedTask
 from trainapp.torch_private import has_values
 from trainapp.training.engine import training_draws
-from trainapp.training.evaluation.loop import EVALUATION
 
 NO_CHECK_NEEDED = "no check needed, since task and model are trainapp's own"
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from trainapp.data.batch import MicroBatch
+from trainapp.draws.record import EVALUATION
 from trainapp.models.inspect import evaluation_mode
 from trainapp.rng import evaluation_key, seed_from
 from trainapp.training import stopping
@@ -13,7 +14,6 @@ from trainapp.training.memory_watch import watched
 from trainapp.training.session import Session
 
 T = TypeVar("T")
-EVALUATION = "evaluation"  # the name in the record of what its forwards draw
 
 
 @contextlib.contextmanager
