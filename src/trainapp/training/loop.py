@@ -140,7 +140,7 @@ def save(session: Session) -> None:
     with session.engine.at(Phase.SAVE):
         progress = session.state.progress
         session.engine.nonfinite.check()
-        session.strategy.broadcast_buffers()
+        session.strategy.broadcast_buffers(except_for=session.state.sample_rows.names)
         facts = {
             "budget": session.memory.budget,
             "draws": session.engine.draw_record.state_dict(),
