@@ -90,9 +90,9 @@ class SampleRows:
         else:
             names = listed([f"model.{name}" for name in sorted(rows)])
             log.warning(
-                "the checkpoint was written by %d ranks, which wrote the same rows of %s (per_sample_buffers), each for "
-                "its own samples: rank 0's are used, and those of other ranks are lost; resume on %d ranks, or index the "
-                "rows by the sequence's number in the batch, so that a save can join them",
+                "the checkpoint was written by %d ranks, which wrote the same rows of %s (per_sample_buffers), each "
+                "for its own samples: rank 0's are used, and those of other ranks are lost; resume on %d ranks, or "
+                "index the rows by the sequence's number in the batch, so that a save can join them",
                 len(saved),
                 names,
                 len(saved),
