@@ -82,7 +82,9 @@ class Checkpointer:
         self.has_saved = True
 
         rows_by_rank = self.state.sample_rows.join(self.ranks)
-        values = self.state.values(self.ranks) | {"sizes": sizes, "rows_by_rank": rows_by_rank}
+        values = self.state.values(self.ranks) | {"sizes": sizes}
+        if rows_by_rank:
+            values["rows_by_rank"] = rows_by_rank
         tensors = self.state.tensors(values)
         self._note_what_is_not_saved()
         if self._not_saved:
@@ -170,7 +172,7 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
     # Then everything else.
     with misfits_named(path):
         state.load_values(values)
-    state.sample_rows.load(values.get("rows_by_rank", ()), ranks)  # an earlier version had none
+    state.sample_rows.load(values.get("rows_by_rank", ()), ranks)
     state.load_stateful(values["stateful"], ranks)
     _warn_of_what_is_missing(values)
     return values

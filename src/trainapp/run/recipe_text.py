@@ -215,19 +215,22 @@ def _range_text(rates: Sequence[float]) -> str:
 
 def _options_text(optimizer: OptimizerRecipe) -> str:
     """Return the options that are not the class's defaults, each with a comma before; an option that differs between
-    groups with all its values, and the first parameter that has each.
+    groups with all its values, and the first parameter that has each. Of groups with other options, as Muon has for
+    AdamW, the first one's.
     """
+    first_group = optimizer.groups[0]
+    groups_alike = [group for group in optimizer.groups if group.options.keys() == first_group.options.keys()]
     texts = []
-    for name in optimizer.groups[0].options:
+    for name in first_group.options:
         if name not in optimizer.class_defaults:  # set by the class itself
             continue
         groups_by_value: dict[str, list[GroupRecipe]] = {}
-        for group in optimizer.groups:
+        for group in groups_alike:
             groups_by_value.setdefault(repr(group.options.get(name)), []).append(group)
 
         if len(groups_by_value) == 1:
-            texts.append(_option_text(name, optimizer.groups[0].options[name], optimizer.class_defaults[name]))
-        elif all(_is_shown(group.options.get(name)) for group in optimizer.groups):
+            texts.append(_option_text(name, first_group.options[name], optimizer.class_defaults[name]))
+        elif all(_is_shown(group.options.get(name)) for group in groups_alike):
             values = []
             for value, groups in groups_by_value.items():
                 names = [parameter for group in groups for parameter in group.names]

@@ -263,7 +263,8 @@ def _undo_writes(session: Session) -> None:
     with session.state.average.in_place_of_weights():
         lost = session.snapshot.return_to(session.evaluation.before)
     session.evaluation.before = None
-    if lost:
+    is_kept = session.config.activity.trains or len(session.eval_sets) > 1  # for training, or for the next set
+    if lost and is_kept:
         work = f"the evaluation at step {session.state.progress.step}"
         session.tracker.warn_once(written_without_copy(work, lost), topic="parameters written in evaluation")
 
