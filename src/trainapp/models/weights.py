@@ -4,7 +4,7 @@ import collections
 import json
 import logging
 import zipfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,22 +85,12 @@ def load_tensors(
         "of another shape": misshaped_texts,
         "tied in the model, but not equal in the file": untied,
     }
-    problems = []
-    for problem, names in names_by_problem.items():
-        if names:
-            problems.append(f"{len(names)} {problem} ({listed(names)})")
-    if not fitting or (strict and problems):
-        reason = "; ".join(problems) or "there are none"
-        remedy = "Build the model with the settings of their training"
-        if fitting:
-            remedy += ", or set model.init_strict=false to load what fits"
-        fitting_prefix = _fitting_prefix(targets, sources)
-        if fitting_prefix and not fitting:
-            remedy += (
-                f", or set model.init_prefix={fitting_prefix} to load that part of a larger model (with "
-                "model.init_strict=false, if this model has others as well)"
-            )
-        raise UserError(f"{setting}: the weights do not fit the model: {reason}. {remedy}")
+    has_problems = any(names_by_problem.values())
+    if not fitting or (strict and has_problems):
+        remedy = "or set model.init_strict=false to load what fits"
+        if not fitting:
+            remedy = _remedy_where_nothing_fits(targets, sources)
+        raise _misfit(setting, names_by_problem, remedy)
 
     # Copy the tensors that fit, and name all others.
     if unexpected:
@@ -112,6 +102,30 @@ def load_tensors(
     if not_loaded:
         log.warning("%s: not loaded, left as initialised: %s", setting, ", ".join(not_loaded))
     return not_loaded
+
+
+def _misfit(setting: str, names_by_problem: Mapping[str, Sequence[str]], remedy: str) -> UserError:
+    """Return the error for weights that do not fit. remedy: beside building the model as it was; may be empty."""
+    problems = []
+    for problem, names in names_by_problem.items():
+        if names:
+            problems.append(f"{len(names)} {problem} ({listed(names)})")
+    reason = "; ".join(problems) or "there are none"
+    remedies = ["Build the model with the settings of their training"]
+    if remedy:
+        remedies.append(remedy)
+    return UserError(f"{setting}: the weights do not fit the model: {reason}. {', '.join(remedies)}")
+
+
+def _remedy_where_nothing_fits(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> str:
+    """Return advice to load the part of the file's model that is this model; empty if there is none."""
+    prefix = _fitting_prefix(targets, sources)
+    if not prefix:
+        return ""
+    return (
+        f"or set model.init_prefix={prefix} to load that part of a larger model (with model.init_strict=false, if this "
+        "model has others as well)"
+    )
 
 
 def _tensors_of(model: nn.Module, excluded: Collection[str]) -> dict[str, Tensor]:
