@@ -70,6 +70,19 @@ def test_an_error_that_is_not_about_a_name_keeps_its_words():
     assert mistakes.explain(ValueError("something else"), []) is None
 
 
+def test_a_list_in_place_of_a_group_names_the_defaults_list(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    file = tmp_path / "experiment/mine.yaml"
+    file.write_text("# @package _global_\ntracker: []\n")
+    with pytest.raises(UserError) as raised:
+        compose.from_command_line(["experiment=mine"], config_dir=tmp_path)
+    text = str(raised.value)
+    assert text.startswith("experiment/mine.yaml: a list stands where a section is, as in `tracker: []`; ")
+    assert "`- override /tracker: []` for none" in text
+    file.write_text("# @package _global_\ndefaults:\n  - override /tracker: []\n")
+    assert compose.from_command_line(["experiment=mine"], config_dir=tmp_path).tracker == {}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from trainapp.data.sets.digits import Digits
 from trainapp.models.gpt import GPT
@@ -244,3 +245,33 @@ class RunsOutOnShort(nn.Module):
         if not self.training and length == 8 and samples > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         return self.head(inputs.mean(1))
+
+
+class Pair(nn.Module):
+    """A linear model of two inputs."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.linear = nn.Linear(64, num_classes)
+
+    def forward(self, inputs: Tensor, others: Tensor) -> Tensor:
+        return self.linear((inputs + others).flatten(1))
+
+
+def of_pairs(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int, dict[str, Tensor]]:
+    outputs = model(batch["inputs"], batch["inputs"])
+    return functional.cross_entropy(outputs, batch["targets"], reduction="sum"), len(outputs), {}
+
+
+def penalised(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int, dict[str, Tensor]]:
+    """Penalises the derivative of the outputs."""
+    inputs = batch["inputs"].clone().requires_grad_()
+    outputs = model(inputs)
+    (gradients,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=model.training)
+    return outputs.square().sum() + gradients.square().sum(), len(outputs), {}
+
+
+def of_floats(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int, dict[str, Tensor]]:
+    """Gives the model another dtype than its own in evaluation."""
+    outputs = model(batch["inputs"] if model.training else batch["inputs"].double())
+    return outputs.square().sum(), len(outputs), {}

@@ -497,3 +497,26 @@ class LateTeacher(nn.Module):
         for weight, average in zip(model.parameters(), self.teacher.parameters(), strict=True):
             average.data.mul_(0.9).add_(weight.data, alpha=0.1)
         return (self.scale * losses).sum(), len(losses), {}
+
+
+class Recurring(nn.Module):
+    """A recurrent network in fp64 with a row of state per sequence; otherwise per position in the micro-batch."""
+
+    per_sample_buffers = ("hidden",)
+
+    def __init__(self, columns: int = 6, by_column: bool = True):
+        super().__init__()
+        self.cell, self.head = nn.RNNCell(1, 4), nn.Linear(4, 1)
+        self.register_buffer("hidden", torch.zeros(columns, 4))
+        self.by_column = by_column
+        self.double()
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.cell]
+
+    def forward(self, inputs: Tensor, column: Tensor, first: Tensor) -> Tensor:
+        rows = column if self.by_column else torch.arange(len(inputs))
+        before = self.hidden[rows].masked_fill(first[:, None], 0.0)
+        hidden = self.cell(inputs[:, None].double(), before)
+        self.hidden[rows] = hidden.detach()
+        return self.head(hidden)[:, 0]

@@ -169,6 +169,20 @@ UNET = (*OWN, "data._target_=own_inference.Pixels", "model._target_=own_inferenc
 
 
 @pytest.mark.slow
+def test_a_model_of_several_inputs_needs_a_task_that_predicts(tmp_path):
+    pairs = (
+        *runs.own_model("own_models.Pair"),
+        "data=digits",
+        "user_packages=[own_models]",
+        "task=own_models.of_pairs",
+    )
+    runs.run(tmp_path / "run", *runs.TINY, *pairs, "train.max_steps=2", "every.save=2", "train.check_loss=false")
+    with pytest.raises(
+        UserError, match=r"Pair\.forward\(\) missing 1 required .* give the task a method `predict\(model, b"
+    ):
+        predict(tmp_path, tmp_path / "run", "user_packages=[own_models]")
+
+
 @pytest.mark.parametrize("task", ["classification", "own_inference.per_pixel"])
 def test_classes_of_pixels(tmp_path, task):
     """A segmentation: logits [B, classes, H, W]. Rows that do not count in the loss are predicted, too."""

@@ -134,6 +134,22 @@ def test_another_architecture_is_refused_even_when_not_strict(tmp_path):
     assert "init_strict" not in message  # it would load nothing
 
 
+def test_a_part_of_a_larger_model(tmp_path):
+    """As from a pretraining to a linear probe: another head, and the rest of the larger model is ignored."""
+    source, target = resnet(num_classes=7), resnet()
+    larger = nn.ModuleDict({"encoder_q": source, "encoder_k": resnet(num_classes=7)})
+    path = save(
+        {"state_dict": {f"module.{name}": value for name, value in larger.state_dict().items()}}, tmp_path / "w.pt"
+    )
+    message = refusal(target, path, strict=False)
+    assert "or set model.init_prefix=encoder_q to load that part" in message
+    message = refusal(target, path, prefix="encoder_q")
+    assert "model.init_prefix=encoder_q: the weights do not fit the model: 2 of another shape (fc.weight" in message
+    assert load_weights(target, path, strict=False, prefix="encoder_q") == ["fc.weight", "fc.bias"]
+    assert torch.equal(target.conv1.weight, source.conv1.weight)
+    assert load_weights(resnet(num_classes=7), path, prefix="encoder_k.") == []
+
+
 def test_files_that_are_not_there(tmp_path):
     assert "there is no such file" in refusal(resnet(), tmp_path / "none.pt")
     assert "the folder has 0 models" in refusal(resnet(), tmp_path)

@@ -56,6 +56,24 @@ def test_a_commit_that_asks_for_the_same(tmp_path, caplog):
     assert not any(line.strip().startswith(("precision=bf16:", "optimizer.in_backward")) for line in rest)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "advice"),
+    [
+        (
+            "optimizer.fused=false",
+            "Adam makes temporary copies of parameters in its step; with optimizer.fused=true",
+        ),
+        ("+optimizer.foreach=true", "with optimizer.fused=true or +optimizer.foreach=false (slower) it needs fewer"),
+    ],
+)
+def test_a_commit_without_a_fused_kernel_advises_one(tmp_path, caplog, kernel, advice):
+    adam = ("optimizer._target_=torch.optim.Adam", "~optimizer.betas", "~optimizer.eps", "optimizer.weight_decay=null")
+    kernels = dict.fromkeys(("optimizer.fused=false", kernel))
+    message, _ = ended(tmp_path, caplog, *adam, *kernels, limit=PARAMETERS * 9 // 2, share=1)
+    assert message.startswith("out of memory in commit with micro-batch ")
+    assert advice in message
+
+
 def test_of_a_whole_batch_only_what_its_forward_needs_is_advised(tmp_path, caplog):
     """Gradients, which an update in the backward spares, are none of it."""
     whole = ("task=own_tasks.Whole", "user_packages=[own_models,own_tasks]")

@@ -1,6 +1,7 @@
 """The search for the size: where it ends, what it costs, and that it always ends."""
 
 import logging
+import re
 
 import pytest
 import runs
@@ -81,3 +82,15 @@ def test_a_run_resumed_in_the_search_tries_the_same_sizes_in_the_same_steps(tmp_
     used = [runs.saved(tmp_path / name, 9)["sizes"]["used"] for name in ("whole", "parts")]
     assert used[0] == used[1]
     assert len(used[0][""]) >= 3  # it has grown in the end
+
+
+def test_after_the_last_step_no_larger_size_is_announced(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    limit = limit_between(tmp_path, (*LINEAR, "batch.global_size=128"), 50, 51)
+    limited = (*LINEAR, "batch.global_size=128", f"memory.limit={limit}", "every.eval=null")
+    runs.run(tmp_path / "long", *runs.TINY, *limited, "train.max_steps=9")
+    pattern = re.compile(r"step (\d+) tries a larger micro-batch")
+    steps = [int(match[1]) for match in map(pattern.match, caplog.messages) if match]
+    caplog.clear()
+    runs.run(tmp_path / "short", *runs.TINY, *limited, f"train.max_steps={steps[0] - 1}")
+    assert not any(pattern.match(text) for text in caplog.messages)

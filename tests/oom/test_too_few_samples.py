@@ -195,3 +195,29 @@ def test_an_error_of_an_evaluation_in_the_size_of_training_is_not_for_its_number
             tmp_path, *EVALUATED, "+model.group=8", "batch.eval_micro_size=16", "task=own_models.fails_in_evaluation"
         )
     assert not any("evaluation" in note for note in caught.value.__notes__)
+
+
+def test_a_derivative_in_an_evaluation_is_advised_to_enable_gradients(tmp_path):
+    """Whatever the number of samples."""
+    with pytest.raises(RuntimeError, match="does not require grad") as caught:
+        runs.run(tmp_path, *EVALUATED, "+model.group=1", "batch.eval_micro_size=12", "task=own_models.penalised")
+    advice, step = caught.value.__notes__
+    assert "an evaluation runs without gradients" in advice
+    assert "with torch.enable_grad():" in advice
+    assert step == "at step 2"
+
+
+def test_an_error_of_an_evaluation_that_no_number_of_samples_causes_has_no_advice(tmp_path):
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        runs.run(tmp_path, *EVALUATED, "+model.group=1", "batch.eval_micro_size=12", "task=own_models.of_floats")
+    assert caught.value.__notes__ == ["at step 2"]
+
+
+def test_a_number_of_samples_that_the_model_refuses_in_a_prediction_is_named(tmp_path):
+    runs.run(tmp_path / "run", *EVALUATED, "+model.group=8", "batch.eval_micro_size=8", "train.max_steps=2")
+    with pytest.raises(AssertionError, match="Batch size should be a multiple") as caught:
+        runs.infer("predict", tmp_path, tmp_path / "run", "user_packages=[own_models]", "predict.batch_size=12")
+    advice, step = caught.value.__notes__
+    assert advice.startswith("in an evaluation micro-batch of 12 samples (predict.batch_size=12): ")
+    assert "set predict.batch_size to one that divides" in advice
+    assert step == "at step 2"

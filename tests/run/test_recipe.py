@@ -53,6 +53,11 @@ def test_it_has_six_lines_and_names_the_defaults_that_a_plain_script_does_not_ha
         ),
         (("optimizer._target_=torch.optim.Rprop", "optimizer.lr=0.01"), "optimizer", "Rprop, lr 0.01; gradients"),
         (("optimizer.groups=[{match: head, lr: 1e-4}]", "optimizer.lr=1e-3"), "optimizer", "lr 0.0001 to 0.001"),
+        (
+            ("optimizer.groups=[{match: head, betas: [0.5, 0.9]}]",),
+            "optimizer",
+            "betas (0.9, 0.999) for layers.0.0.weight and 3 more, [0.5, 0.9] for head.weight and 1 more",
+        ),
         (("optimizer=sgd",), "optimizer", "SGD, lr 0.1, momentum 0.9, nesterov"),
         (("optimizer.betas=[0.8,0.9]",), "optimizer", "betas (0.8, 0.9)"),
         (("schedule=constant",), "schedule", "constant"),

@@ -234,3 +234,25 @@ def test_parameters_that_only_evaluations_write_are_named_once(tmp_path, caplog,
     scales = {float(runs.saved(tmp_path, step)["model"]["scale"]) for step in (2, 4, 6)}
     assert len(scales) == 1
     assert scales != {1.0}
+
+
+def test_it_has_no_best_of_its_own(tmp_path):
+    """Of a run without evaluations; otherwise the best is the run's."""
+    mlp = (*runs.MODELS["mlp"], "train.max_steps=2")
+    runs.run(tmp_path / "never", *mlp, "every.eval=null")
+    evaluated = runs.run(tmp_path / "a", *mlp, "mode=eval", f"checkpointing.resume={tmp_path / 'never'}")
+    assert (evaluated.best_objective, evaluated.best_step) == (None, None)
+    trained = runs.run(tmp_path / "often", *mlp, "every.eval=1")
+    evaluated = runs.run(tmp_path / "b", *mlp, "mode=eval", f"checkpointing.resume={tmp_path / 'often'}")
+    assert (evaluated.best_objective, evaluated.best_step) == (trained.best_objective, trained.best_step)
+
+
+def test_that_nothing_is_kept_of_what_an_evaluation_writes_goes_without_saying(tmp_path, caplog, monkeypatch):
+    """Unless another set is evaluated after it, which finds it."""
+    monkeypatch.setattr(probe, "MAX_COPIED_BYTES", 0)
+    own = (*runs.own_model("writing_models.OnlyInEvaluation"), *WRITES, "every.eval=null")
+    runs.run(tmp_path / "run", *own)
+    caplog.clear()
+    evaluating = (*own, "mode=eval", f"checkpointing.resume={tmp_path / 'run'}")
+    runs.run(tmp_path / "a", *evaluating)
+    assert "what it has written stays" not in caplog.text

@@ -246,6 +246,17 @@ def test_a_task_from_a_yaml_file_keeps_its_name(tmp_path, task):
     assert "task.output" in config.given
 
 
+@pytest.mark.parametrize("task", ["next_token", "{_target_: contrastive, temperature: 1}"])
+def test_another_task_replaces_that_of_a_yaml_file(tmp_path, task):
+    """With all of its arguments, and with arguments that the file's does not have."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text(f"# @package _global_\ntask: {task}\n")
+    other = "task={_target_: a.B, at: {step: 32}}"
+    config = compose.from_command_line(["experiment=mine", other, "task.at.step=33"], config_dir=tmp_path)
+    assert (config.task, config.task_arguments) == ("a.B", {"at": {"step": 33}})
+    assert other in config.command
+
+
 def test_only_logits_alone_can_be_computed_in_chunks():
     with pytest.raises(UserError, match=r"memory\.loss_chunk=8: .*task\.output"):
         compose.from_command_line(["model=gpt", "data=text", "memory.loss_chunk=8", "task.output=0"])

@@ -196,6 +196,7 @@ def load_initial_weights(config: Config, resources: Resources, model: nn.Module,
     if source is None or resources.resumes:
         return None
     strict = config.model.init_strict
+    prefix = config.model.init_prefix
     adapters_base = base_of(model)
     names = {name for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     if names_checkpoint(source):
@@ -204,10 +205,10 @@ def load_initial_weights(config: Config, resources: Resources, model: nn.Module,
         # A checkpoint of adapters does not have the values of their base, which has been loaded from its source.
         loaded_before = frozenset() if adapters_base is None else adapters_base.names.difference(weights)
         names -= loaded_before
-        fresh_names = load_tensors(model, weights, strict, f"model.init_from={source}", loaded_before)
+        fresh_names = load_tensors(model, weights, strict, f"model.init_from={source}", loaded_before, prefix)
         log.info("starting from the weights of %s", path)
     elif adapters_base is None:
-        fresh_names = load_weights(model, source, strict)
+        fresh_names = load_weights(model, source, strict, prefix)
     else:  # a file has been loaded into the base already
         return InitialWeights(source, None, len(adapters_base.names), [])
     # Old files lack BatchNorm's counter, which matters only to `momentum=None`.

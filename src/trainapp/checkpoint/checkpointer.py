@@ -15,12 +15,13 @@ from torch import nn
 
 from trainapp.checkpoint import shards, state_dicts
 from trainapp.checkpoint.directory import CheckpointDirectory, describe
+from trainapp.checkpoint.sample_rows import SampleRows
 from trainapp.checkpoint.state_dicts import ModelState
 from trainapp.checkpoint.train_state import TrainState, changed_sizes
 from trainapp.errors import UserError
 from trainapp.files import VALUES, fsync
 from trainapp.models import adapters
-from trainapp.parallel.ranks import Ranks
+from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.state.stateful import Stateful
 from trainapp.units import listed
 
@@ -80,7 +81,10 @@ class Checkpointer:
         self.finish()
         self.has_saved = True
 
+        rows_by_rank = self.state.sample_rows.join(self.ranks)
         values = self.state.values(self.ranks) | {"sizes": sizes}
+        if rows_by_rank:
+            values["rows_by_rank"] = rows_by_rank
         tensors = self.state.tensors(values)
         self._note_what_is_not_saved()
         if self._not_saved:
@@ -169,6 +173,7 @@ def restore(state: TrainState, path: Path, ranks: Ranks) -> dict[str, Any]:
     # Then everything else.
     with misfits_named(path):
         state.load_values(values)
+    state.sample_rows.load(values.get("rows_by_rank", ()), ranks)
     state.load_stateful(values["stateful"], ranks)
     _warn_of_what_is_missing(values)
     return values
@@ -206,6 +211,7 @@ def restore_model(model: nn.Module, path: Path, filled: Mapping[str, Any]) -> di
     shards.read(tensors, path, None, hint=changed_sizes(filled, values))
     with misfits_named(path):
         model_state.load_values(model_values)
+    SampleRows(model).load(values.get("rows_by_rank", ()), SingleRank())
 
     _warn_of_what_is_missing(values)
 

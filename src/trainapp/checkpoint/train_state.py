@@ -11,6 +11,7 @@ from torch import nn
 
 from trainapp.checkpoint import optimizer_state, state_dicts
 from trainapp.checkpoint.plain_values import decoded, digest, encoded
+from trainapp.checkpoint.sample_rows import SampleRows
 from trainapp.checkpoint.shards import Sizes
 from trainapp.checkpoint.state_dicts import ModelState
 from trainapp.data.progress import EVERY_STEP, Cadence, Progress
@@ -68,10 +69,12 @@ class TrainState:
     filled: Mapping[str, Any] = field(default_factory=dict)
     stateful: Stateful = field(default_factory=Stateful)  # owners of state other than tensors
     model_state: ModelState = field(init=False)
+    sample_rows: SampleRows = field(init=False)
     attributes: Attributes = field(init=False)
 
     def __post_init__(self) -> None:
         self.model_state = ModelState(self.model)
+        self.sample_rows = SampleRows(self.model)
         self.attributes = Attributes(self.stateful)
         self.cadences = tuple(update.cadence for update in self.updates)
 

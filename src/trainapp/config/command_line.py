@@ -16,6 +16,7 @@ from trainapp.files import CONF
 
 _TASK_ARGUMENT = re.compile(r"\+{0,2}task\.")
 _HYDRAS_TASK_ARGUMENT = "++task_arguments."  # see `for_hydra`
+_HYDRAS_TASK = "++task"  # of a task that is a mapping, whose arguments another one may lack
 _FLAGS_BEFORE_A_VALUE = (
     *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
     *("--experimental-rerun", "--info", "-i"),
@@ -47,7 +48,8 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
 
     `mode=predict checkpointing.resume=RUN data.path=FILE` changes a setting of the run's data, which the default option
     may lack: see `run.resume`. `task.output=0` is composed separately, since a YAML file may give the task as a mere
-    name, which cannot hold an argument: see `compose.from_hydra`. (For settings of a class that is named, see
+    name, which cannot hold an argument: see `compose.from_hydra`, which also sees to it that `task={_target_: CLASS}`
+    replaces a task that is a mapping, while Hydra merges them. (For settings of a class that is named, see
     `replaced_options`.)
     """
     texts = [for_composition(argument) for argument in _flags_first(arguments)]
@@ -93,7 +95,11 @@ def _use_the_data_of_a_run(overrides: Iterable[str]) -> bool:
 
 
 def for_composition(text: str) -> str:
-    """Return an override in the form in which an argument of the task, or its class, is composed; see `for_hydra`."""
+    """Return an override in the form in which a task that is a mapping, an argument of the task, or its class is
+    composed; see `for_hydra`.
+    """
+    if text.startswith("task={"):
+        return _HYDRAS_TASK + text.removeprefix("task")
     prefix = _TASK_ARGUMENT.match(text)
     if prefix is None:
         return text
@@ -102,6 +108,8 @@ def for_composition(text: str) -> str:
 
 def as_entered(text: str) -> str:
     """Return an override as the user writes it: undo `for_composition`."""
+    if text == _HYDRAS_TASK or text.startswith(f"{_HYDRAS_TASK}={{"):
+        return text.removeprefix("++")
     if text.startswith(_HYDRAS_TASK_ARGUMENT):
         return f"task.{text.removeprefix(_HYDRAS_TASK_ARGUMENT)}"
     return text

@@ -11,6 +11,7 @@ import hydra
 import pydantic
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobRuntime
 from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
@@ -110,6 +111,8 @@ def from_hydra(composed: DictConfig, run_dir: str, command: str, overrides: Iter
 
     # Arguments of the task were composed apart: see `command_line.for_hydra`.
     overrides = [command_line.as_entered(text) for text in overrides]
+    if isinstance(plain.get("task"), dict):
+        plain["task"] = _replaced_task(plain["task"], overrides)
     if any(text.startswith("task.") for text in overrides):
         task = plain.get("task")
         if not isinstance(task, dict):
@@ -120,6 +123,18 @@ def from_hydra(composed: DictConfig, run_dir: str, command: str, overrides: Iter
     settings = {_setting_of(text) for text in overrides}
     config = from_dict(plain, run_dir, command, sorted(settings))
     return with_written_defaults(config, written)
+
+
+def _replaced_task(task: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Return the task without the arguments of an earlier one that the last override of the whole task replaces."""
+    texts = [text for text in overrides if text.startswith("task={")]
+    if not texts:
+        return task
+    (override,) = OverridesParser.create().parse_overrides(texts[-1:])
+    replacement = override.value()
+    if not isinstance(replacement, dict) or "_target_" not in replacement:
+        return task
+    return {name: value for name, value in task.items() if name in replacement}
 
 
 def _merged(node: Any, changes: Any) -> Any:

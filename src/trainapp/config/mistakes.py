@@ -65,6 +65,9 @@ def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
     if missing_setting is not None:
         return _explain_missing_setting(missing_setting[1], error)
 
+    if "Cannot merge DictConfig with ListConfig" in text:
+        return _explain_list(text)
+
     # Everything else in Hydra's words, plus those of the cause, which often say more.
     cause = str(error.__cause__ or "").strip()
     if cause not in text:
@@ -108,6 +111,16 @@ def _explain_yaml(error: yaml.MarkedYAMLError, mark: yaml.Mark) -> str:
     if error.problem and "'?'" in error.problem:
         message += "; inside braces, ??? needs quotes"
     return message
+
+
+def _explain_list(text: str) -> str:
+    """Return the message for a list in place of a section, of which Hydra's error names the file alone."""
+    file = re.search(r"In '([^']+)'", text)
+    place = f"{file[1]}.yaml: " if file is not None else ""
+    return (
+        f"{place}a list stands where a section is, as in `tracker: []`; the options of a group are chosen in the "
+        "`defaults` list: `- override /tracker: []` for none, `- override /tracker: [csv]` for one"
+    )
 
 
 def _explain_missing_option(group: str, name: str, choices: Sequence[str]) -> str:

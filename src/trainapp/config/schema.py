@@ -460,6 +460,7 @@ class Adapter:
 class Model(Target):
     init_from: Str | None = None
     init_strict: Bool = True
+    init_prefix: Str | None = None
     freeze: list[Str] = field(default_factory=list)
     freeze_mode: Literal["eval"] | None = None
 

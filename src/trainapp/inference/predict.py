@@ -108,7 +108,12 @@ class Predictor:
             return predict_batch(model, batch)
         if part_of(batch, "inputs") is None:
             raise self._error(f"it is not known which part of its batches, {form_of(batch)}, the model takes")
-        returned = call_model(model, batch, self._output_part)
+        try:
+            returned = call_model(model, batch, self._output_part)
+        except TypeError as error:
+            if not _is_about_arguments(model, error):
+                raise
+            raise self._error(f"the batch's `inputs` are not all that the model takes: {error}") from error
         return part_of_output(returned, self._output_part)
 
     def _split_by_sample(self, output: Any, samples: int, path: str = "") -> list[Any]:
@@ -172,6 +177,12 @@ class Predictor:
                 if row["prediction"] < len(self.class_names):
                     row["prediction_name"] = str(self.class_names[row["prediction"]])
         return rows
+
+
+def _is_about_arguments(model: nn.Module, error: TypeError) -> bool:
+    """Return whether the model's forward was not entered: its arguments are others."""
+    name = getattr(model.forward, "__qualname__", "forward")
+    return str(error).startswith(f"{name}() ") and "argument" in str(error)
 
 
 def _form_text(output: Any) -> str:

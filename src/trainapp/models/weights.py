@@ -1,9 +1,10 @@
 """Loads a model's initial weights from a file."""
 
+import collections
 import json
 import logging
 import zipfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ INDEX = ".safetensors.index.json"  # suffix of an index, which maps tensors to f
 WRAPPER_PREFIXES = ("module.", COMPILED_PREFIX)  # added to every name by DDP and torch.compile
 
 
-def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> list[str]:
+def load_weights(model: nn.Module, path: str | Path, strict: bool = True, prefix: str | None = None) -> list[str]:
     """Copy the tensors of a file into the model's parameters and buffers of the same names: `model.init_from`.
 
     Returns the model's names that were not loaded, with a warning: empty if strict.
@@ -37,14 +38,20 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> lis
         strict: whether every name and shape must match. False keeps parameters that the file lacks, or has in another
             shape, and ignores tensors that the model lacks. For weights that only the model ties, the file's first name
             counts.
+        prefix: the part of a larger model to load, such as `encoder`; None: all.
     """
     setting = f"model.init_from={path}"
     state_dict = _read(Path(path).expanduser(), setting)
-    return load_tensors(model, state_dict, strict, setting)
+    return load_tensors(model, state_dict, strict, setting, prefix=prefix)
 
 
 def load_tensors(
-    model: nn.Module, state_dict: Mapping[str, Any], strict: bool, setting: str, excluded: Collection[str] = ()
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    strict: bool,
+    setting: str,
+    excluded: Collection[str] = (),
+    prefix: str | None = None,
 ) -> list[str]:
     """Copy the tensors of a state dict into the model, as `load_weights` does.
 
@@ -54,9 +61,13 @@ def load_tensors(
         strict: see `load_weights`.
         setting: the setting that named them, with its value, for messages.
         excluded: names of parameters to leave unchanged.
+        prefix: see `load_weights`.
     """
     targets = _tensors_of(model, excluded)
     sources = _unwrap(state_dict, targets)
+    if prefix is not None:
+        setting += f": model.init_prefix={prefix}"
+        sources = _below(prefix, sources)
 
     # Sort the names by whether the tensors fit.
     missing = _missing(targets, sources)
@@ -74,16 +85,12 @@ def load_tensors(
         "of another shape": misshaped_texts,
         "tied in the model, but not equal in the file": untied,
     }
-    problems = []
-    for problem, names in names_by_problem.items():
-        if names:
-            problems.append(f"{len(names)} {problem} ({listed(names)})")
-    if not fitting or (strict and problems):
-        reason = "; ".join(problems) or "there are none"
-        remedy = "Build the model with the settings of their training"
-        if fitting:
-            remedy += ", or set model.init_strict=false to load what fits"
-        raise UserError(f"{setting}: the weights do not fit the model: {reason}. {remedy}")
+    has_problems = any(names_by_problem.values())
+    if not fitting or (strict and has_problems):
+        remedy = "or set model.init_strict=false to load what fits"
+        if not fitting:
+            remedy = _remedy_where_nothing_fits(targets, sources)
+        raise _misfit(setting, names_by_problem, remedy)
 
     # Copy the tensors that fit, and name all others.
     if unexpected:
@@ -95,6 +102,30 @@ def load_tensors(
     if not_loaded:
         log.warning("%s: not loaded, left as initialised: %s", setting, ", ".join(not_loaded))
     return not_loaded
+
+
+def _misfit(setting: str, names_by_problem: Mapping[str, Sequence[str]], remedy: str) -> UserError:
+    """Return the error for weights that do not fit. remedy: beside building the model as it was; may be empty."""
+    problems = []
+    for problem, names in names_by_problem.items():
+        if names:
+            problems.append(f"{len(names)} {problem} ({listed(names)})")
+    reason = "; ".join(problems) or "there are none"
+    remedies = ["Build the model with the settings of their training"]
+    if remedy:
+        remedies.append(remedy)
+    return UserError(f"{setting}: the weights do not fit the model: {reason}. {', '.join(remedies)}")
+
+
+def _remedy_where_nothing_fits(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> str:
+    """Return advice to load the part of the file's model that is this model; empty if there is none."""
+    prefix = _fitting_prefix(targets, sources)
+    if not prefix:
+        return ""
+    return (
+        f"or set model.init_prefix={prefix} to load that part of a larger model (with model.init_strict=false, if this "
+        "model has others as well)"
+    )
 
 
 def _tensors_of(model: nn.Module, excluded: Collection[str]) -> dict[str, Tensor]:
@@ -116,6 +147,27 @@ def _unwrap(state_dict: Mapping[str, Any], targets: Mapping[str, Tensor]) -> dic
         if is_added_by_wrapper:
             tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     return tensors
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of the part with this name, by their names in it."""
+    beginning = f"{prefix.rstrip('.')}."
+    return {name.removeprefix(beginning): tensor for name, tensor in tensors.items() if name.startswith(beginning)}
+
+
+def _fitting_prefix(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> str:
+    """Return the name of the part of the file's model that has most of the model's tensors; empty if none has any."""
+    count_by_prefix: collections.Counter[str] = collections.Counter()
+    for name, tensor in sources.items():
+        parts = name.split(".")
+        for length in range(1, len(parts)):
+            target = targets.get(".".join(parts[length:]))
+            if target is not None and target.shape == tensor.shape:
+                count_by_prefix[".".join(parts[:length])] += 1
+    if not count_by_prefix:
+        return ""
+    ((prefix, _),) = count_by_prefix.most_common(1)
+    return prefix
 
 
 def _innermost(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -25,6 +25,11 @@ _BEYOND_A_KERNEL = re.compile(
     re.IGNORECASE,
 )
 
+# Of autograd where nothing is recorded.
+_NO_GRAPH = re.compile(r"does not require grad|do(?:es)? not have a grad_fn|appears to not have been used in the graph")
+# Of kernels that refuse an input whatever its number of samples.
+_OF_ANY_NUMBER = re.compile(r"\bdtypes?\b|scalar type|on the same device|not implemented", re.IGNORECASE)
+
 # What models raise for too few samples. Not UserErrors, nor signals.
 MODEL_ERRORS = (ValueError, RuntimeError, LookupError, AssertionError, ArithmeticError)
 
@@ -94,15 +99,32 @@ def _rejects_larger_size(session: Session, error: Exception) -> bool:
 
 def _advise_on_evaluation(session: Session, error: Exception) -> None:
     """Add advice to an error that the number of samples of an evaluation micro-batch may have caused: that of a module
-    or the task, in a number that no step has trained, or of collating.
+    or the task, in a number that no step has trained, or of collating. Likewise to a derivative that is taken without
+    gradients.
     """
     if session.engine.phase is not Phase.EVALUATE or not isinstance(error, MODEL_ERRORS):
         return
+    config = session.config
+    if _NO_GRAPH.search(str(error)):
+        work = f"mode={config.mode}" if config.activity.writes_rows else "an evaluation"
+        add_note(
+            error,
+            f"{work} runs without gradients (torch.no_grad): what takes a derivative, such as a gradient penalty, must "
+            "compute it inside `with torch.enable_grad():`, from inputs with requires_grad_(), or in training mode "
+            "only (model.training)",
+        )
+        return
+    if isinstance(error, KeyError | NotImplementedError) or _OF_ANY_NUMBER.search(str(error)):
+        return
+
+    setting = "batch.eval_micro_size"
+    if config.activity.writes_rows:
+        setting = f"{config.mode}.batch_size"
     collated_samples = _collated_samples(error)
     samples = collated_samples or session.sizes.evaluation.current.samples
     if collated_samples:
         advice = (
-            "if its samples are chunks of different lengths, such as a shorter last one, set batch.eval_micro_size=1, "
+            f"if its samples are chunks of different lengths, such as a shorter last one, set {setting}=1, "
             "or pad them in the data's `collate`"
         )
     else:
@@ -110,15 +132,13 @@ def _advise_on_evaluation(session: Session, error: Exception) -> None:
         if is_trained_number or not _passed_through(error, (nn.Module, CheckedTask)):
             return
         advice = (
-            "if the model takes other numbers only, set batch.eval_micro_size to one that divides the number of "
+            f"if the model takes other numbers only, set {setting} to one that divides the number of "
             "samples in the evaluation set; the rest of a division is a smaller one"
         )
-    settings = session.config.batch
-    add_note(
-        error,
-        f"in an evaluation micro-batch of {samples} samples (batch.eval_micro_size={settings.eval_micro_size}, "
-        f"batch.global_size={settings.global_size}): {advice}",
-    )
+    size_text = f"{setting}={config.batch.eval_micro_size}"  # in other modes it has their setting's value
+    if setting == "batch.eval_micro_size":
+        size_text += f", batch.global_size={config.batch.global_size}"
+    add_note(error, f"in an evaluation micro-batch of {samples} samples ({size_text}): {advice}")
 
 
 def _collated_samples(error: Exception) -> int:

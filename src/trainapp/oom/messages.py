@@ -1,5 +1,7 @@
 """What a user reads about an out-of-memory error: one line at once, or the message with which a run ends."""
 
+import inspect
+
 from trainapp.losses import losses
 from trainapp.memory.live_tensors import Category
 from trainapp.oom.failure import UPDATE_PHASES, Failure
@@ -72,6 +74,8 @@ def final_message(session: Session, failure: Failure, size: int, is_constant: bo
             lines.append(f"{category.label:<18}{bytes_text(in_use):>12}")
 
     # What would need less.
+    if failure.phase is Phase.COMMIT and not failure.resident:
+        lines.extend(_kernels_without_copies(session))
     techniques = _helpful_techniques(session, failure, size)
     if techniques:
         lines.append("Settings that save memory (add mode=plan to the command to see how much):")
@@ -85,6 +89,30 @@ def final_message(session: Session, failure: Failure, size: int, is_constant: bo
     else:
         lines.append("No checkpoint was written yet.")
     return "\n".join(lines)
+
+
+def _kernels_without_copies(session: Session) -> list[str]:
+    """Return a line that names the optimizer's kernels that need no temporary copy of the parameters, if its class has
+    any that it does not use.
+    """
+    optimizer = session.state.optimizer
+    options = optimizer.defaults
+    parameters = inspect.signature(type(optimizer)).parameters
+    remedies = []
+    if "fused" in parameters and not options.get("fused") and not options.get("dampening"):
+        remedies.append("optimizer.fused=true")
+
+    # Unless it is told, torch's optimizers use these kernels on a GPU only.
+    by_default = session.state.device.type == "cuda"
+    uses_foreach = options.get("foreach", False)
+    if uses_foreach is None:
+        uses_foreach = by_default and not options.get("fused")
+    if "foreach" in parameters and uses_foreach:
+        remedies.append("+optimizer.foreach=false (slower)")
+    if not remedies:
+        return []
+    name = type(optimizer).__name__
+    return [f"{name} makes temporary copies of parameters in its step; with {' or '.join(remedies)} it needs fewer"]
 
 
 def _helpful_techniques(session: Session, failure: Failure, size: int) -> list[Technique]:

@@ -30,6 +30,17 @@ def sizes_of_phase(session: Session, phase: Phase) -> MicroBatchSizes:
     return session.sizes.evaluation if phase is Phase.EVALUATE else session.sizes.train
 
 
+def step_of_error(session: Session) -> int:
+    """Return the number of the step in which an error was raised: the coming one if it has begun, otherwise the last,
+    which is evaluated or saved.
+    """
+    phase = session.engine.reported_phase
+    step = session.state.progress.step
+    if phase.can_be_undone or phase.is_partly_applied or phase.begins_step:
+        step += 1
+    return step
+
+
 def describe(session: Session, error: BaseException, kind: ErrorKind = ErrorKind.OUT_OF_MEMORY) -> Failure:
     """Describe an error. Call while it is handled: it reads state that is gone afterwards. Needs no device memory.
 
@@ -40,12 +51,9 @@ def describe(session: Session, error: BaseException, kind: ErrorKind = ErrorKind
     """
     memory = session.memory
 
-    # Where it happened, and in which step.
+    # Where it happened.
     phase, module = _locate(session, error)
     is_within_update = phase.can_be_undone or phase.is_partly_applied
-    step = session.state.progress.step
-    if is_within_update or phase.begins_step:
-        step += 1
     micro_batch = sizes_of_phase(session, phase).current
     is_evaluation_of_one_rank = phase is Phase.EVALUATE and not session.strategy.forward_is_collective
 
@@ -55,7 +63,7 @@ def describe(session: Session, error: BaseException, kind: ErrorKind = ErrorKind
     category = getattr(error, "category", None)
     events, categories = memory.events(session.engine.gradients())
     return Failure(
-        step=step,
+        step=step_of_error(session),
         phase=phase,
         module=module,
         message=_first_line(error),

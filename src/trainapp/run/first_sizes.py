@@ -26,7 +26,7 @@ _DETERMINE_MEMORY = (*BUILT_FROM, *catalogue.SETTINGS, "train.compile", "train.d
 # ... but not on these of their settings.
 _WITHOUT_MEMORY = (
     *("data.num_workers", "data.drop_last", "data.on_change", "data.on_error", "data.sampling.weights"),
-    *("model.init_from", "model.init_strict", "optimizer.lr", "optimizer.weight_decay"),
+    *("model.init_from", "model.init_strict", "model.init_prefix", "optimizer.lr", "optimizer.weight_decay"),
     *("precision.initial_scale", "precision.growth_interval"),
     *("parallel.devices", "parallel.max_restarts", "parallel.timeout", "parallel.vote_on_oom"),
 )

@@ -65,6 +65,8 @@ def prepare(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Session:
     saved = None
     if checkpoint is not None:
         saved = resume.restore(session, checkpoint)
+    if trains:
+        session.state.sample_rows.begin(ranks)
 
     # The micro-batch sizes.
     sizes = start.sizes

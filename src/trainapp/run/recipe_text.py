@@ -6,11 +6,13 @@ precision and checks. Nothing is cut off, except lists of names, whose whole is 
 
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from trainapp.config.excludes import NO_BEST, SET_OBJECTIVE
 from trainapp.run.recipe import (
     BatchRecipe,
     FrozenRecipe,
+    GroupRecipe,
     ModelRecipe,
     OptimizerRecipe,
     PrecisionRecipe,
@@ -217,21 +219,43 @@ def _range_text(rates: Sequence[float]) -> str:
 
 
 def _options_text(optimizer: OptimizerRecipe) -> str:
-    """Return the first group's options that are not the class's defaults, each with a comma before."""
+    """Return the options that are not the class's defaults, each with a comma before; an option that differs between
+    groups with all its values, and the first parameter that has each. Of groups with other options, as Muon has for
+    AdamW, the first one's.
+    """
+    first_group = optimizer.groups[0]
+    groups_alike = [group for group in optimizer.groups if group.options.keys() == first_group.options.keys()]
     texts = []
-    for name, value in optimizer.groups[0].options.items():
-        if not isinstance(value, bool | int | float | str | tuple | list):  # an array compares by element
-            continue
+    for name in first_group.options:
         if name not in optimizer.class_defaults:  # set by the class itself
             continue
-        is_default = repr(value) == repr(optimizer.class_defaults[name])
-        if is_default and name not in _ALWAYS_SHOWN:
-            continue
-        if value is True:
-            texts.append(name)
-        elif value:
-            texts.append(f"{name} {value}")
-    return "".join(f", {text}" for text in texts)
+        groups_by_value: dict[str, list[GroupRecipe]] = {}
+        for group in groups_alike:
+            groups_by_value.setdefault(repr(group.options.get(name)), []).append(group)
+
+        if len(groups_by_value) == 1:
+            texts.append(_option_text(name, first_group.options[name], optimizer.class_defaults[name]))
+        elif all(_is_shown(group.options.get(name)) for group in groups_alike):
+            values = []
+            for value, groups in groups_by_value.items():
+                names = [parameter for group in groups for parameter in group.names]
+                values.append(f"{value} for {listed(names, 1)}")
+            texts.append(f"{name} {', '.join(values)}")
+    return "".join(f", {text}" for text in texts if text)
+
+
+def _is_shown(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | tuple | list)  # an array compares by element
+
+
+def _option_text(name: str, value: Any, default: Any) -> str:
+    """Return an option that all groups share; empty for a default that goes without saying, and for what is off."""
+    is_default = repr(value) == repr(default)
+    if not _is_shown(value) or (is_default and name not in _ALWAYS_SHOWN):
+        return ""
+    if value is True:
+        return name
+    return f"{name} {value}" if value else ""
 
 
 def _decay_text(optimizer: OptimizerRecipe) -> str:

@@ -20,7 +20,7 @@ from trainapp.oom import recovery
 from trainapp.oom.building import explain_out_of_memory
 from trainapp.oom.error_kinds import recoverable_kind
 from trainapp.oom.failure import Failure
-from trainapp.oom.report import describe
+from trainapp.oom.report import describe, step_of_error
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.run import recipe, recipe_text, resume
 from trainapp.run.prepare import SessionStart, prepare
@@ -111,7 +111,7 @@ def _failures_recorded(session: Session) -> Iterator[None]:
         print_command(session)
         raise
     except Exception as error:
-        add_note(error, f"at step {session.state.progress.step + 1}")
+        add_note(error, f"at step {step_of_error(session)}")
         if session.config.activity.trains and session.ranks.is_rank_zero:
             write_failure(session, error)
         raise

@@ -71,7 +71,7 @@ def warn_of_writes_in_evaluation(session: Session, names: Collection[str], sampl
         samples: in a micro-batch.
     """
     modules = {"model": session.state.model, **session.state.stateful.modules}
-    state = set(names) - per_sample_buffers(modules)
+    state = set(names) - per_sample_buffers(modules) - _bounded_embeddings(modules)
     if not state:
         return
     topic = "writes in evaluation"
@@ -137,6 +137,7 @@ def _record_writes(session: Session, size: int, is_cut_here: bool) -> None:
     if has_embeddings(session.engine.task):  # the task is called once per step
         other_state = {name for name in other_state if not _root_of(name).endswith("task")}
     compare_ranks(session, other_state)
+    other_state -= _bounded_embeddings(modules)
     if other_state and is_cut_here:
         depends["writes"] = (
             f"the forward writes {listed(sorted(other_state))}, once per micro-batch ({size}), not per step: what a "
@@ -155,12 +156,12 @@ def compare_ranks(session: Session, names: Collection[str] = ()) -> None:
     """
     if session.ranks.world_size == 1:
         return
-    names_here = {*names, *session.snapshot.written} - session.compared_names
+    modules = {"model": session.state.model, **session.state.stateful.modules}
+    names_here = {*names, *session.snapshot.written} - session.compared_names - per_sample_buffers(modules)
     by_rank = session.ranks.all_gather_object(sorted(names_here))
     new_names = {name for names_there in by_rank for name in names_there}
     session.compared_names |= new_names
     if new_names:
-        modules = {"model": session.state.model, **session.state.stateful.modules}
         _record_differences_of_ranks(session, modules, new_names)
         _record_objects_of_ranks(session, new_names)
 
@@ -216,6 +217,18 @@ def _record_objects_of_ranks(session: Session, names: Collection[str]) -> None:
             "what is computed from them depends on the ranks; gather over all ranks what the forward writes there, or "
             "use one rank"
         )
+
+
+def _bounded_embeddings(modules: Mapping[str, nn.Module]) -> set[str]:
+    """Return the weights of embeddings with `max_norm`, whose rows a forward scales down before it reads them: the same
+    however a batch is split. Between ranks, which read other rows, they may differ.
+    """
+    names = set()
+    for root_name, root in modules.items():
+        for name, module in root.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+                names.add(f"{root_name}.{name}.weight" if name else f"{root_name}.weight")
+    return names
 
 
 def _module_of(name: str) -> str:

@@ -119,7 +119,7 @@ def grow_micro_batch(session: Session, context: UpdateContext, size_may_change: 
     may_change = sizes.is_unvalidated or size_may_change
     was_searching = may_change and not sizes.search_has_ended
     next_sizes = sizes.record_success(session.ranks, size_may_change)
-    for bucket in next_sizes:
+    for bucket in () if session.is_ending else next_sizes:
         session.tracker.note(f"step {context.step_number + 1} {next_size_text(sizes, bucket)}")
     if may_change and sizes.schedule.record(context.batch_number):
         warn_of_dependence(session, context)
@@ -141,7 +141,7 @@ def save(session: Session) -> None:
         progress = session.state.progress
         session.engine.nonfinite.check()
         compare_ranks(session)
-        session.strategy.broadcast_buffers()
+        session.strategy.broadcast_buffers(except_for=session.state.sample_rows.names)
         facts = {
             "budget": session.memory.budget,
             "draws": session.engine.draw_record.state_dict(),

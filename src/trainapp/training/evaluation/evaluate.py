@@ -12,7 +12,6 @@ from trainapp.data.eval_batches import EvalBatches
 from trainapp.hooks.metrics import as_scalars, logged_name
 from trainapp.losses.losses import evaluate_metrics, has_embeddings, needs_no_check
 from trainapp.losses.set_embeddings import SetEmbeddings
-from trainapp.models.inspect import per_sample_buffers
 from trainapp.rng import seed_from
 from trainapp.signals import Stopped
 from trainapp.training import callback_calls, stopping
@@ -94,9 +93,7 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str,
         votes = session.ranks.all_gather_object(tunes or sizes.is_unvalidated)
         session.ranks.enable_votes(any(votes))
         # Rows of a rank's own samples would be lost to training.
-        names = per_sample_buffers({"model": session.state.model})
-        rows = {name.removeprefix("model.") for name in names}
-        session.strategy.broadcast_buffers(except_for=rows)
+        session.strategy.broadcast_buffers(except_for=session.state.sample_rows.names)
 
     # Begin the set, or begin it again.
     must_begin_again = batches.is_stream and not current.complete  # a stream is read from its start
@@ -288,7 +285,8 @@ def _undo_writes(session: Session) -> None:
     with session.state.average.in_place_of_weights():
         lost = session.snapshot.return_to(session.evaluation.before)
     session.evaluation.before = None
-    if lost:
+    is_kept = session.config.activity.trains or len(session.eval_sets) > 1  # for training, or for the next set
+    if lost and is_kept:
         work = f"the evaluation at step {session.state.progress.step}"
         session.tracker.warn_once(written_without_copy(work, lost), topic="parameters written in evaluation")
 

@@ -9,8 +9,8 @@ from trainapp.training.session import Session
 def record_objective(session: Session, means: dict[str, float]) -> None:
     """Record this evaluation's objective and, if it has a direction, the best so far.
 
-    A value that is not finite is never the best, nor is an evaluation before the first step. Schedules follow
-    scheduled evaluations only.
+    A value that is not finite is never the best, nor is an evaluation before the first step. `mode=eval` keeps the best
+    of the run, whose checkpoint it does not choose. Schedules follow scheduled evaluations only.
     """
     progress = session.state.progress
     direction, metric = session.objective
@@ -25,8 +25,8 @@ def record_objective(session: Session, means: dict[str, float]) -> None:
             update.schedule.record_objective(value)
 
     # The best so far selects a checkpoint.
-    only_checks = session.config.activity.trains and progress.step == 0
-    if direction is None or only_checks or not math.isfinite(value):
+    selects = session.config.activity.trains and progress.step > 0
+    if direction is None or not selects or not math.isfinite(value):
         return
     best = progress.best
     if best is None or _is_better(value, best, direction):
