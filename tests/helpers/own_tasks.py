@@ -61,6 +61,12 @@ class Sparse(nn.Module):
 # Sums over samples
 
 
+def asserting(model, batch):
+    """As the queue of MoCo: three samples do not divide its length."""
+    assert 16 % len(batch["targets"]) == 0
+    return cross_entropy(model, batch), len(batch["targets"]), {}
+
+
 def cross_entropy(model, batch):
     return F.cross_entropy(model(batch["inputs"]), batch["targets"], reduction="sum")
 

@@ -22,7 +22,7 @@ What follows: a task whose results do not add up is refused. So is a count that 
 on the padding may be meant (convolutions over padded audio): it is noted in the record of draws, and warned of before
 the first step. The recipe says what was compared, by mode, and what could not be and why.
 
-It costs at most 24 forwards of at most four samples with two modes, 32 where batches are padded, half of it for a large
+It costs at most 32 forwards of at most four samples with two modes, 40 where batches are padded, half of it for a large
 model, and more only where results do not add up.
 """
 

@@ -34,7 +34,7 @@ class AddsUp:
         elif self.skipped_metrics:
             text += f" (not {listed(self.skipped_metrics)}: not finite or not in all batches)"
         if self.without_unequal_parts is not None:
-            text += f"; in halves alone: {self.without_unequal_parts}"
+            text += f"; compared in halves alone: {self.without_unequal_parts}"
         return text
 
 

@@ -1,14 +1,14 @@
 """Compares a task's results for a batch with those for its parts, in one mode and in one precision.
 
-A batch of four samples is split in up to three ways (`trials.samples` makes the batches), each of which shows what the
+A batch of four samples is split in up to four ways (`trials.samples` makes the batches), each of which shows what the
 others may hide:
 
 1. in halves whose tensors, joined, are the batch: for sums, the results of the halves add up;
-2. into the first sample and the other three: shares of a batch that are rounded, and weights that are alike in both
-   halves, do not add up then;
+2. into the first sample and the other three, and into the first three and the last: shares of a batch that are rounded,
+   and weights that are alike in both halves, do not add up then;
 3. as training makes micro-batches, of samples that are padded differently together than in halves, if there are any.
 
-Most tasks add up at once, which takes five calls, or seven. Only what does not is looked into, with more calls: whether
+Most tasks add up at once, which takes seven calls, or nine. Only what does not is looked into, with more calls: whether
 a difference means anything (`_obstacle`), and by how much rounding may explain it (`Rounding`).
 """
 
@@ -28,8 +28,8 @@ from trainapp.trials.modes import Mode
 from trainapp.trials.obstacles import Obstacle, Reason
 from trainapp.trials.operations import Observer, RandomRounding
 from trainapp.trials.probe import Sums, TaskProbe
-from trainapp.trials.samples import HalvedBatch, TrialBatch
-from trainapp.units import listed
+from trainapp.trials.samples import HalvedBatch, TrialBatch, UnequalParts
+from trainapp.units import listed, plural
 
 SHUFFLED = TopicKind.DRAWS.topic("randperm.generator_out")  # a permutation of the batch: it mixes samples
 _SAY_NOTHING_OF_DRAWS = {SHUFFLED, GLOBALS, ITERATORS}  # topics of a record
@@ -185,25 +185,43 @@ def _compare_unequal_parts(call: ModeCalls, whole: Sums) -> Refused | Obstacle |
     alike in both halves. Return None if these add up, too.
     """
     samples = call.probe.samples
-    if samples.uneven is None:
-        return None
+    rounding: Rounding | None = None
+    for cut in samples.unequal_cuts:
+        # Compare without tolerance for rounding, which costs no more calls: mostly that suffices.
+        results = _results_of_parts(call, whole, cut)
+        if isinstance(results, Obstacle):
+            return results
+        comparison = Comparison(samples.number, results, parts=cut.description)
+        if comparison.difference() is None:
+            continue
 
-    # Compare without tolerance for rounding, which costs no more calls: mostly that suffices.
-    try:
-        first, all_but_first = map(call, samples.uneven)
-    except Exception as error:  # a model may not run a single sample: training makes none then
-        return Obstacle(Reason.ERROR, summary_of(error))
-    if not (math.isfinite(first.loss) and math.isfinite(all_but_first.loss)):
+        # They differ: look whether that means anything, and how far rounding may explain it.
+        if rounding is None:
+            measured, obstacle = _with_measured_rounding(call, samples.whole, comparison, [whole])
+            if obstacle is not None:
+                return obstacle
+            rounding = measured.rounding
+        comparison = replace(comparison, rounding=rounding)
+        if comparison.difference() is None:
+            continue
+        refused = _refused_if_defective(comparison, call.mode)
+        if refused is not None:
+            return refused
+    return None
+
+
+def _results_of_parts(call: ModeCalls, whole: Sums, cut: UnequalParts) -> SplitResults | Obstacle:
+    """Return the results with those of these parts; or why there are none."""
+    results = [whole]
+    for part in (cut.first, cut.second):
+        try:
+            results.append(call(part))
+        except Exception as error:  # a model may not run so few samples: training makes no such micro-batch then
+            number = plural(len(part.positions), "sample")
+            return Obstacle(Reason.REFUSES_PART, f"{number} ({summary_of(error)})")
+    if not all(math.isfinite(sums.loss) for sums in results):
         return Obstacle(Reason.NOT_FINITE_ALONE)
-    comparison = Comparison(samples.number, SplitResults(whole, first, all_but_first), parts="the first and the others")
-    if comparison.difference() is None:
-        return None
-
-    # They differ: look whether that means anything, and how far rounding may explain it.
-    comparison, obstacle = _with_measured_rounding(call, samples.whole, comparison, [whole])
-    if obstacle is not None or comparison.difference() is None:
-        return obstacle
-    return _refused_if_defective(comparison, call.mode)
+    return SplitResults(*results)
 
 
 # --- 3. as training makes micro-batches
