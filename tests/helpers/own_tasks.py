@@ -232,6 +232,14 @@ class Whole:
         return mirrored(model, batch)
 
 
+class Shuffled(Whole):
+    """It pairs its samples at random."""
+
+    def __call__(self, model, batch):
+        order = torch.randperm(len(batch["targets"]))
+        return super().__call__(model, {name: values[order] for name, values in batch.items()})
+
+
 class Mixture(nn.Module):
     """Each row of an image goes to one of four experts. Returns logits, features [B, 32], and the gate's probabilities
     and logits [B * 8, 4].

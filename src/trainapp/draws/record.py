@@ -73,7 +73,8 @@ class DrawRecord:
     def layout_of(self, work: str, number: int, draw: RandomDraw, samples: int) -> DrawLayout:
         """Return the layout of a draw in this work.
 
-        Where nothing was learnt of the work, the first dimension has the samples if its size is their number. A draw
+        Where nothing was learnt of the work, the first dimension has the samples if its size is their number; if that
+        of another dimension is, too, this is noted as a guess. A draw
         that differs from the one learnt is noted, for the number of draws then depends on the batch; it takes the axis
         of another draw that it fits.
         """
@@ -87,6 +88,7 @@ class DrawRecord:
         layouts = self.layouts.get(work)
         if layouts is None:
             if draw.shape[:1] == (samples,):
+                self._note_if_ambiguous(draw, samples)
                 return DrawLayout(kernel, dimensions, axis=0)
             return DrawLayout(kernel, dimensions, varies=True)
 
@@ -103,6 +105,16 @@ class DrawRecord:
             if layout.axis is not None and layout.fits_shape(draw.shape, samples):
                 return layout._replace(kernel=kernel)
         return DrawLayout(kernel, dimensions, varies=True)
+
+    def _note_if_ambiguous(self, draw: RandomDraw, samples: int) -> None:
+        """Note a draw of which several dimensions may have the samples. Those of a single one are its own in any."""
+        if samples > 1 and draw.shape.count(samples) > 1:
+            text = (
+                f"{shown_name(draw.kernel)} of {list(draw.shape)}: several of its dimensions are as long as the "
+                "micro-batch, which of them has the samples could not be learnt before the first step, and the first "
+                "counts as theirs"
+            )
+            self.note(TopicKind.DRAWS.topic(draw.kernel), text)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from torch import nn
 
 from trainapp.draws.record import GLOBALS, ITERATORS, TopicKind, shown_name
 from trainapp.errors import TrainingStopped
-from trainapp.losses.losses import has_embeddings
+from trainapp.losses.losses import has_embeddings, needs_whole_batch
 from trainapp.models.inspect import batchnorms, instead_of_batchnorm, per_sample_buffers
 from trainapp.state.checksum import checksum
 from trainapp.state.contents import MOST_BYTES
@@ -51,8 +51,11 @@ def warn_of_dependence(session: Session, context: UpdateContext) -> None:
 
 def _warn_of_other_draws(session: Session, context: UpdateContext) -> None:
     """Warn once of draws that do not belong to samples where trial calls, of a few samples, have found none such: the
-    recipe says otherwise. Also where the micro-batch is the whole batch, since another limit may split it.
+    recipe says otherwise. Also where the micro-batch is the whole batch, since another limit may split it, unless the
+    task declares that it never is.
     """
+    if needs_whole_batch(session.engine.task):
+        return
     for topic, text in session.engine.draw_record.depends.items():
         if TopicKind.DRAWS.includes(topic) and topic not in session.topics_of_trials:
             session.tracker.warn_once(
@@ -60,6 +63,20 @@ def _warn_of_other_draws(session: Session, context: UpdateContext) -> None:
                 "the check before the first step did not show",
                 topic=topic,
             )
+
+
+def known_dependence(session: Session) -> list[str]:
+    """Return what is known to depend on the micro-batch. Nothing does where the batch is one sample, which cannot be
+    split; nor do draws where the task declares that it never is.
+    """
+    if session.config.batch.global_size == 1:
+        return []
+    is_never_split = not session.config.updates and needs_whole_batch(session.task)
+    texts = []
+    for topic, text in session.engine.draw_record.depends.items():
+        if not (is_never_split and TopicKind.DRAWS.includes(topic)):
+            texts.append(text)
+    return texts
 
 
 def warn_of_writes_in_evaluation(session: Session, names: Collection[str], samples: int) -> None:
