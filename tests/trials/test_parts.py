@@ -1,7 +1,11 @@
 """What a batch of four samples and its parts show of a loss, in one precision."""
 
+import functools
+import re
+
 import own_tasks
 import pytest
+import runs
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -9,7 +13,7 @@ from torch.nn import functional as F
 from trainapp.draws.record import DrawRecord
 from trainapp.losses.losses import CheckedTask
 from trainapp.training.evaluation.loop import EVALUATION
-from trainapp.trials.messages import Refused
+from trainapp.trials.messages import Inexactness, Refused
 from trainapp.trials.modes import Mode
 from trainapp.trials.parts import compare_with_parts
 from trainapp.trials.precisions import probe_in_fp64
@@ -89,3 +93,70 @@ def test_what_refuses_unequal_parts_is_named(task, refused):
     samples = first_samples(Detections((1, 1, 1, 1)), range(4), 0)
     text = str(findings_of(task, samples).loss)
     assert text.endswith(f"; compared in halves alone: the task or the model refuses {refused}")
+
+
+# --- what adds up, but less exactly than rounding explains
+
+
+def adaptive(tolerance, model, batch):
+    """As a solver whose error norm is taken over the batch: the last step it takes is smaller than the tolerance."""
+    logits = model(batch["inputs"])
+    logits = logits + tolerance * logits.detach().norm() * logits.sin()
+    return F.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {}
+
+
+def fp32_inside(model, batch):
+    logits = F.layer_norm(model(batch["inputs"]).float(), (3,)).to(torch.get_default_dtype())
+    return F.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {}
+
+
+def test_what_adds_up_to_less_than_fp64s_rounding_says_so():
+    samples = first_samples(Detections((1, 1, 1, 1)), range(4), 0)
+    finding = findings_of(functools.partial(adaptive, 1e-8), samples).loss
+    assert re.match(
+        r"adds up over 4 samples, as does its count, to \de-\d\d only \(what a sample gets depends a", str(finding)
+    )
+    assert not finding.inexactness.is_rounding
+    assert "to 4e-09 only, in fp64: what a sample" in Inexactness(4e-9, False).message("task=mine", 4)
+    exact = findings_of(functools.partial(adaptive, 0), samples).loss
+    assert (str(exact), exact.inexactness) == ("adds up over 4 samples, as does its count", None)
+    refused = findings_of(functools.partial(adaptive, 1e-4), samples).loss
+    assert (
+        "An adaptive solver whose tolerance is over the batch (torchdiffeq's dopri5) does this, too" in refused.message
+    )
+    assert (
+        "adaptive"
+        not in findings_of(mean_over_matched, first_samples(Detections((1, 1, 1, 2)), range(4), 0)).loss.message
+    )
+
+
+def test_a_part_in_fp32_is_told_from_it():
+    """Rounding of its own, by which nothing depends on the micro-batch."""
+    samples = first_samples(Detections((1, 1, 1, 1)), range(4), 0)
+    finding = findings_of(fp32_inside, samples).loss
+    assert finding.inexactness is None or finding.inexactness.is_rounding
+    text = str(Inexactness(4e-8, is_rounding=True))
+    assert text.startswith(
+        "to 4e-08 only (a part computes in less than fp64, whose rounding may hide that what a sample"
+    )
+
+
+HERE = "user_packages=[own_tasks]"
+NET = (*runs.own_model("own_tasks.Net"), HERE, "data=digits", "train.max_steps=1")
+
+
+@pytest.mark.parametrize(("task", "topic"), [("adaptive", "sum of "), ("normalises_gradients", "gradients of ")])
+def test_a_run_says_that_it_depends_on_the_micro_batch(tmp_path, caplog, task, topic):
+    result = runs.run(tmp_path, *NET, f"task=own_tasks.{task}")
+    (text,) = result.depends_on_micro_batch
+    checks = runs.closed(tmp_path / "again", *NET, f"task=own_tasks.{task}").checks
+    assert text.startswith(f"task=own_tasks.{task}: the ")
+    if topic == "sum of ":
+        assert "is that of their halves to" in text
+        assert " only (what a sample gets depends a little on the others" in checks["loss"]
+        assert " only (what a sample gets depends a little on the others" in checks["loss in training"]
+    else:
+        assert "the gradients of 4 samples are not the sum of those of their halves, though the losses are" in text
+        assert "gradients" not in checks["loss"]
+        assert "; its gradients do not add up (they differ by " in checks["loss in training"]
+        assert text in caplog.text

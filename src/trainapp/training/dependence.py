@@ -19,11 +19,12 @@ from trainapp.units import bytes_text, listed
 
 
 def warn_of_trials(session: Session) -> None:
-    """Warn before the first step of what trial calls have found: results that depend on the padding, global variables
-    that a forward writes, and iterators that it advances. The recipe says the rest.
+    """Warn before the first step of what trial calls have found: results that depend on the padding, gradients that do
+    not add up, global variables that a forward writes, and iterators that it advances. The recipe says the rest.
     """
     for topic, text in session.engine.draw_record.depends.items():
-        if topic in (GLOBALS, ITERATORS) or TopicKind.PADDING.includes(topic):
+        is_of_task = TopicKind.PADDING.includes(topic) or TopicKind.GRADIENTS.includes(topic)
+        if topic in (GLOBALS, ITERATORS) or is_of_task:
             session.tracker.warn_once(text, topic=topic)
 
 

@@ -13,17 +13,20 @@ a difference means anything (`_obstacle`), and by how much rounding may explain 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from trainapp.draws.record import GLOBALS, ITERATORS, DrawRecord, TopicKind
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
 from trainapp.losses.losses import is_built_in
 from trainapp.trials import messages
-from trainapp.trials.comparison import MAX_FP64_EPSILON, Comparison, Rounding, SplitResults
-from trainapp.trials.messages import AddsUp, DependsOnSplit, Finding, IsNoMean, Refused
+from trainapp.trials.comparison import MAX_FP64_EPSILON, MAX_FP64_ROUNDING, Comparison, Rounding, SplitResults
+from trainapp.trials.messages import AddsUp, DependsOnSplit, Finding, Inexactness, IsNoMean, Refused
 from trainapp.trials.modes import Mode
 from trainapp.trials.obstacles import Obstacle, Reason
 from trainapp.trials.operations import Observer, RandomRounding
@@ -100,9 +103,14 @@ class ModeCalls:
             self._record.layouts[mode.work] = self._layouts
             self._draws_alike = any(layout.rows > 1 or layout.varies for layout in self._layouts.values())
 
-    def __call__(self, batch: TrialBatch, dispatch_mode: Observer | RandomRounding | None = None) -> Sums:
+    def __call__(
+        self,
+        batch: TrialBatch,
+        dispatch_mode: Observer | RandomRounding | None = None,
+        backward: Callable[[Tensor], None] | None = None,
+    ) -> Sums:
         sample_draws = SampleDraws((0,), batch.positions, self._record, self.mode.work, alike=self._draws_alike)
-        return self.probe(batch, self.mode.training, sample_draws, dispatch_mode)
+        return self.probe(batch, self.mode.training, sample_draws, dispatch_mode, backward)
 
     @property
     def knows_draws(self) -> bool:
@@ -134,7 +142,7 @@ def _compare_halves(call: ModeCalls, halves: SplitResults) -> Finding:
         unequal = _compare_unequal_parts(call, halves.whole)
         if isinstance(unequal, Refused):
             return unequal
-        return _adds_up(comparison, without_unequal_parts=unequal)
+        return replace(_adds_up(comparison, without_unequal_parts=unequal), inexactness=_inexactness(call, comparison))
 
     # It does not add up: look whether that means anything, and how far rounding may explain it.
     observer = Observer()
@@ -167,6 +175,16 @@ def _adds_up(
         are_collated_apart=are_collated_apart,
         without_unequal_parts=without_unequal_parts,
     )
+
+
+def _inexactness(call: ModeCalls, comparison: Comparison) -> Inexactness | None:
+    """Return how exactly a loss adds up in fp64 that does so to less than fp64's rounding; None for any other."""
+    deviation = comparison.loss_deviation
+    if call.probe.dtype is not torch.float64 or deviation <= MAX_FP64_ROUNDING:
+        return None
+    observer = Observer()
+    call(call.probe.samples.whole, observer)
+    return Inexactness(deviation, is_rounding=observer.epsilon_of_loss > MAX_FP64_EPSILON)
 
 
 def _refused_if_defective(comparison: Comparison, mode: Mode) -> Refused | None:
