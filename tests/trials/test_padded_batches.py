@@ -342,8 +342,8 @@ def test_it_costs_two_forwards_more(tmp_path, monkeypatch):
 
     monkeypatch.setitem(globals(), "honest", counted)
     runs.closed(tmp_path, *settings(), "train.draws=device")
-    # In two modes, without noise and with. The fourth forward of a mode shows what its metrics sum: tokens. The last are
-    # those of the gradients, in training.
+    # In two modes, without noise and with. The fourth forward of a mode shows what its metrics sum: tokens. The last
+    # three are those of the gradients, in training.
     compared = 2 * [4, 2, 2, 4, 4, 2, 4, 2, 2, 4, 2]
     assert [sizes.get() for _ in range(sizes.qsize())] == [*compared, 4, 2, 2]
 

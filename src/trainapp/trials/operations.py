@@ -31,7 +31,7 @@ class Observer(DispatchMode):
         result = func(*args, **(kwargs or {}))
         self.draws = self.draws or draws_numbers(func, args, kwargs or {})
         for tensor in tensors_in(result):
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() or tensor.is_complex():
                 self.epsilon = max(self.epsilon, torch.finfo(tensor.dtype).eps)
 
         # Remember sums, and casts of sums, with the number of their summands.

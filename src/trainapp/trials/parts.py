@@ -180,7 +180,8 @@ def _adds_up(
 def _inexactness(call: ModeCalls, comparison: Comparison) -> Inexactness | None:
     """Return how exactly a loss adds up in fp64 that does so to less than fp64's rounding; None for any other."""
     deviation = comparison.loss_deviation
-    if call.probe.dtype is not torch.float64 or deviation <= MAX_FP64_ROUNDING:
+    in_fp64 = comparison.is_joined and call.probe.dtype is torch.float64
+    if not in_fp64 or deviation <= MAX_FP64_ROUNDING:
         return None
     observer = Observer()
     call(call.probe.samples.whole, observer)
