@@ -185,7 +185,9 @@ def _inexactness(call: ModeCalls, comparison: Comparison) -> Inexactness | None:
         return None
     observer = Observer()
     call(call.probe.samples.whole, observer)
-    return Inexactness(deviation, is_rounding=observer.epsilon_of_loss > MAX_FP64_EPSILON)
+    # A part that computes in fp32, or a loss that is cast to it, as its digits tell.
+    loss_is_fp32 = all(torch.tensor(loss, dtype=torch.float32).item() == loss for loss in comparison.losses)
+    return Inexactness(deviation, is_rounding=loss_is_fp32 or observer.epsilon_of_arrays > MAX_FP64_EPSILON)
 
 
 def _refused_if_defective(comparison: Comparison, mode: Mode) -> Refused | None:
