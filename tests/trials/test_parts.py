@@ -101,9 +101,14 @@ def test_what_refuses_unequal_parts_is_named(task, refused):
 def adaptive(tolerance, model, batch):
     """As a solver whose error norm is taken over the batch: the last step it takes is smaller than the tolerance."""
     logits = model(batch["inputs"])
-    step = torch.tensor(0.9, dtype=torch.float32) * 0.5  # its control is in fp32, as in torchdiffeq
-    logits = logits + tolerance * step * logits.detach().norm() * logits.sin()
+    logits = logits + tolerance * logits.detach().norm() * logits.sin()
     return F.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {}
+
+
+def with_control_in_fp32(tolerance, model, batch):
+    """As in torchdiffeq: its step sizes are scalars in fp32."""
+    step = torch.tensor(0.5, dtype=torch.float32) * 2
+    return adaptive(tolerance * step, model, batch)
 
 
 def cast_to_fp32(model, batch):
@@ -123,6 +128,9 @@ def test_what_adds_up_to_less_than_fp64s_rounding_says_so():
     )
     assert not finding.inexactness.is_rounding
     assert "to 4e-09 only, in fp64: what a sample" in Inexactness(4e-9, False).message("task=mine", 4)
+    for tolerance in (1e-8, 1e-4):  # the rounding of its scalars explains none of it
+        finding = findings_of(functools.partial(with_control_in_fp32, tolerance), samples).loss
+        assert not finding.inexactness.is_rounding
     exact = findings_of(functools.partial(adaptive, 0), samples).loss
     assert (str(exact), exact.inexactness) == ("adds up over 4 samples, as does its count", None)
     refused = findings_of(functools.partial(adaptive, 1e-3), samples).loss

@@ -159,7 +159,8 @@ def _compare_halves(call: ModeCalls, halves: SplitResults) -> Finding:
     if comparison.failing_metrics():
         rerounded = [sums.metrics for sums in call.with_other_rounding(samples.whole)]
         comparison = replace(comparison, rounding=replace(rounding, rerounded_metrics=rerounded))
-    return _refused_if_defective(comparison, call.mode) or _adds_up(comparison)
+    refused = _refused_if_defective(comparison, call.mode)
+    return refused or replace(_adds_up(comparison), inexactness=_inexactness(call, comparison))
 
 
 def _adds_up(
