@@ -1,5 +1,7 @@
 """Errors for the user: printed as one message, without a stack trace."""
 
+import traceback
+
 # Kinds of errors, as `error_kind` in result.json and in the journal of a sweep.
 OUT_OF_MEMORY = "out_of_memory"
 NOT_FINITE = "not_finite"
@@ -54,6 +56,11 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def summary_of(error: BaseException) -> str:
-    """Return an error's type and the first line of its message, for a report."""
+    """Return an error's type and the first line of its message, for a report; of an `assert` without a message, its
+    code.
+    """
     first_line = str(error).strip().partition("\n")[0]
+    if not first_line and isinstance(error, AssertionError):
+        frames = traceback.extract_tb(error.__traceback__)
+        first_line = (frames[-1].line or "") if frames else ""
     return f"{type(error).__name__}: {first_line}".removesuffix(": ")

@@ -64,3 +64,15 @@ def test_a_record_is_read_from_a_checkpoint_by_its_format():
     assert record.depends == {"a": "noted", "b": "noted"}
     assert record.draws
     assert record.state_dict() == saved | {"depends": {"a": "noted", "b": "noted"}}
+
+
+@pytest.mark.parametrize(("shape", "is_ambiguous"), [((5, 5, 8), True), ((5, 8, 5), True), ((5, 4, 8), False)])
+def test_where_nothing_was_learnt_a_guess_among_several_dimensions_is_noted(shape, is_ambiguous):
+    record = DrawRecord()
+    assert record.layout_of("train ", 0, RandomDraw("bernoulli_.float", shape), 5).axis == 0
+    notes = [f"bernoulli_ of {list(shape)}: several of its dimensions are as long as the micro-batch, which"]
+    assert [text[: len(notes[0])] for text in record.depends.values()] == notes * is_ambiguous
+    record = DrawRecord({"train ": {0: DrawLayout("bernoulli_.float", 3, 1)}})
+    assert record.layout_of("train ", 0, RandomDraw("bernoulli_.float", (*shape[:2], 5)), shape[1]).axis == 1
+    assert not record.depends  # it was learnt
+    assert DrawRecord().layout_of("train ", 0, RandomDraw("uniform_", (1, 1)), 1).axis == 0

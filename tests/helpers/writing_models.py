@@ -65,6 +65,21 @@ class TeacherSilent(Teacher):
         old.data.mul_(0.9).add_(new.data, alpha=0.1)
 
 
+class QueueBeside(Base):
+    """MoCo as it is published: a queue, and a deeper teacher that is moved by its `data`, which no version shows."""
+
+    def build(self, num_classes: int) -> None:
+        self.encoder = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, num_classes)).requires_grad_(False)
+        self.register_buffer("queue", torch.zeros(num_classes))
+
+    def change(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            for weight in self.encoder.parameters():
+                weight.data = weight.data * 0.9
+            self.queue.mul_(0.9).add_(inputs.mean())
+        return 0.5 * self.encoder(inputs) + self.queue
+
+
 class TeacherOfBase(Teacher):
     """With adapters beside the layer, the teacher follows what is frozen of it."""
 

@@ -184,6 +184,26 @@ def test_adamw_in_fewer_bits_is_another_algorithm_for_all_but_adamw(given, resul
     assert found["optimizer=adamw_4bit"] == result
 
 
+@pytest.mark.parametrize(
+    ("given", "offered"),
+    [
+        (
+            ("optimizer=adamw",),
+            {"sgd", "sgd optimizer.momentum=0", "adamw_bf16", "adamw_8bit", "adamw_4bit", "adafactor", "muon"},
+        ),
+        (("optimizer=sgd",), {"sgd optimizer.momentum=0", "adamw_8bit", "adamw_4bit", "adafactor"}),  # one moment
+        (("optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=false"), set()),
+        (("optimizer=adamw_4bit",), {"sgd optimizer.momentum=0", "adafactor"}),
+        (("optimizer=muon",), {"sgd optimizer.momentum=0", "adamw_8bit", "adamw_4bit", "adafactor"}),
+    ],
+)
+def test_an_optimizer_is_offered_only_if_its_state_is_smaller(given, offered):
+    situation = Situation(compose.from_command_line(given), nn.Linear(2, 2), knows_loss=False)
+    settings = [technique.setting for technique in catalogue.available(situation)]
+    optimizers = {setting.removeprefix("optimizer=") for setting in settings if setting.startswith("optimizer=")}
+    assert {setting.removesuffix(" optimizer.nesterov=false") for setting in optimizers} == offered
+
+
 class OwnOptimizer(torch.optim.Adam):
     """A user's class."""
 

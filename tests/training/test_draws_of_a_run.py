@@ -220,6 +220,18 @@ def test_what_a_forward_writes_is_named(tmp_path, caplog, model, names):
     assert not runs.run(tmp_path / "whole", *settings, "batch.micro_size=16").depends_on_micro_batch
 
 
+def test_a_teacher_and_a_queue_are_both_named_on_the_terminal(tmp_path, caplog):
+    """Writes through `data` are found one step later, and a teacher's parameters do not fill the list."""
+    model = runs.own_model("writing_models.QueueBeside")
+    settings = (*runs.STEPS_ONLY, *model, "data=digits", "user_packages=[writing_models]", "batch.micro_size=7")
+    with caplog.at_level("WARNING"):
+        (text,) = runs.run(tmp_path, *settings).depends_on_micro_batch
+    assert text.startswith(
+        "the forward writes model.encoder.0.bias, model.queue, model.encoder.0.weight and 2 more, once"
+    )
+    assert caplog.text.count(text) == 1
+
+
 def test_what_batchnorm_depends_on_is_said(tmp_path, caplog):
     """Not only statistics that it writes: gradients, too, are those of a micro-batch."""
     settings = (*runs.STEPS_ONLY, *runs.MODELS["resnet"], "data.augment=false")

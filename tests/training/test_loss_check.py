@@ -339,7 +339,8 @@ def test_the_task_is_called_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr(own_tasks, "task_of_the_test", task, raising=False)
     prepare(tmp_path, "task=own_tasks.task_of_the_test", "train.draws=device")
     made = [calls.get() for _ in range(calls.qsize())]
-    assert made == [(size, training, False) for training in (False, True) for size in 2 * (4, 2, 2, 1, 3)]
+    compared = [(size, training, False) for training in (False, True) for size in 2 * (4, 2, 2, 1, 3, 3, 1)]
+    assert made == [*compared, *((size, True, True) for size in (4, 2, 2))]  # at the end with their gradients
 
 
 def test_trainapps_own_parts_are_known(tmp_path, monkeypatch):

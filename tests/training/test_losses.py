@@ -140,3 +140,12 @@ class Headed(nn.Module):
 def test_other_errors_of_the_loss_stay_as_they_are():
     with pytest.raises(ValueError, match="Expected input batch_size"):
         classification(Fixed(torch.zeros(3, 4)), {"inputs": torch.zeros(3), "targets": torch.tensor([0, 1])})
+
+
+def test_the_arguments_of_a_metric_that_is_not_configured_say_so():
+    arguments = torch.zeros(8, 5, dtype=torch.float64)
+    assert not evaluate_metrics({"map": arguments}, stateful=("map",))
+    no_metric = r"is torch.float64\[8, 5\]; return its .sum\(\). No metrics.map is configured: "
+    with pytest.raises(UserError, match=no_metric) as error:
+        evaluate_metrics({"map": arguments})
+    assert "such as '+metrics.map={_target_: torchmetrics.F1Score, task: multiclass}'" in str(error.value)

@@ -24,6 +24,13 @@ def test_it_is_never_cut(tmp_path):
     assert all(line["batch/accumulation"] == 1 for line in lines)
 
 
+def test_its_draws_are_those_of_the_whole_batch(tmp_path, caplog):
+    """A permutation of its samples depends on no micro-batch: there is none."""
+    result = runs.run(tmp_path, *OWN, "task=own_tasks.Shuffled", "train.max_steps=2")
+    assert result.depends_on_micro_batch == []
+    assert "randperm" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "override", ["batch.micro_size=8", "accumulation.steps=2", "batch.micro_schedule={1: 16, 3: 8}"]
 )

@@ -427,4 +427,5 @@ def test_what_does_not_run_a_single_sample_is_compared_in_halves_alone(tmp_path)
     told = checks_of(
         tmp_path, *runs.own_model("own_tasks.Net"), HERE, "data=digits", "task=test_recorded_checks.of_two"
     )
-    assert "adds up over 4 samples, as does its count; in halves alone: ValueError: a single sample" in told["loss"]
+    refused = "the task or the model refuses 1 sample (ValueError: a single sample)"
+    assert f"adds up over 4 samples, as does its count; compared in halves alone: {refused}" in told["loss"]

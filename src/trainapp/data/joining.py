@@ -1,29 +1,50 @@
 """Batches that are made of others: whether a batch is its parts joined, perhaps with padding, and joining parts."""
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trainapp.data.batch import map_tensors, tensors_in
+from trainapp.data.batch import flatten_container, tensors_in
 from trainapp.torch_private import strided_parts
 
 
-def batch_dims(batch: Any, parts: Sequence[Any]) -> list[int | None]:
-    """Return, for each tensor of the batch, the dimension in which it is the concatenation of its parts, None for one
-    that is identical in all of them. Empty if some tensor is neither, or if all are identical.
+class Leaf(NamedTuple):
+    """A tensor of a batch, or a list with an element per sample, such as the boxes of each image; and what the parts of
+    the batch have in its place.
     """
-    tensors_and_pieces = _tensors_and_pieces(batch, parts)
-    if tensors_and_pieces is None:
+
+    value: Any
+    pieces: list[Any]
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it is a list of samples."""
+        return not isinstance(self.value, Tensor)
+
+
+def batch_dims(batch: Any, parts: Sequence[Any]) -> list[int | None]:
+    """Return, for each leaf of the batch, the dimension in which it is the concatenation of its parts, 0 for a list of
+    samples, None for a tensor that is identical in all of them. Empty if some leaf is neither, or if all are identical.
+    """
+    leaves = _leaves(batch, parts)
+    if leaves is None:
         return []
     dims: list[int | None] = []
-    for tensor, pieces in tensors_and_pieces:
-        if all(are_equal(tensor, piece) for piece in pieces):
+    for leaf in leaves:
+        if leaf.is_list:
+            if not all(map(_are_equal_samples, leaf.value, itertools.chain(*leaf.pieces))):
+                return []
+            dims.append(0)
+            continue
+        if all(are_equal(leaf.value, piece) for piece in leaf.pieces):
             dims.append(None)
             continue
-        dim = _joined_dim(tensor, pieces)
+        dim = _joined_dim(leaf.value, leaf.pieces)
         if dim is None:
             return []
         dims.append(dim)
@@ -35,10 +56,16 @@ def batch_dims(batch: Any, parts: Sequence[Any]) -> list[int | None]:
 
 def is_padded(batch: Any, parts: Sequence[Any]) -> bool:
     """Return whether each tensor of a batch holds its parts' values, at the start or at the end, and padding beyond."""
-    tensors_and_pieces = _tensors_and_pieces(batch, parts)
-    if tensors_and_pieces is None:
+    leaves = _leaves(batch, parts)
+    if leaves is None:
         return False
-    return all(_is_padded_tensor(tensor, pieces) for tensor, pieces in tensors_and_pieces)
+    for leaf in leaves:
+        if leaf.is_list:
+            if not all(is_padded(*pair) for pair in _samples_and_pieces(leaf)):
+                return False
+        elif not _is_padded_tensor(leaf.value, leaf.pieces):
+            return False
+    return True
 
 
 def join_parts(batch: Any, parts: Sequence[Any], dims: Sequence[int | None]) -> Any:
@@ -49,18 +76,26 @@ def join_parts(batch: Any, parts: Sequence[Any], dims: Sequence[int | None]) -> 
         parts: what to join, in this order.
         dims: the batch's, see `batch_dims`.
     """
-    tensors = tensors_in(batch)
-    tensors_of_parts = [tensors_in(part) for part in parts]
-    new_tensors = []
-    for tensor, dim, *pieces in zip(tensors, dims, *tensors_of_parts, strict=True):
-        if dim is None:
-            new_tensors.append(tensor)
-        else:
-            new_tensors.append(_concatenate(pieces, dim))
+    remaining_dims = iter(dims)
 
-    # `map_tensors` visits the tensors in the order in which `tensors_in` lists them.
-    in_order = iter(new_tensors)
-    return map_tensors(lambda _: next(in_order), batch)
+    def join(value: Any, pieces: Sequence[Any]) -> Any:
+        if isinstance(value, Tensor):
+            dim = next(remaining_dims)
+            return value if dim is None else _concatenate(list(pieces), dim)
+        if _is_list_of_samples(value, pieces):
+            next(remaining_dims)
+            return type(value)(itertools.chain(*pieces))
+        flattened = flatten_container(value)
+        if flattened is None:
+            return value
+        children, rebuild = flattened
+        children_of_pieces = [_children(piece) for piece in pieces]
+        if any(len(piece_children) != len(children) for piece_children in children_of_pieces):
+            return value
+        pieces_by_child = zip(*children_of_pieces, strict=True)
+        return rebuild([join(*pair) for pair in zip(children, pieces_by_child, strict=True)])
+
+    return join(batch, parts)
 
 
 def are_equal(first: Tensor, second: Tensor) -> bool:
@@ -83,18 +118,62 @@ def are_equal(first: Tensor, second: Tensor) -> bool:
     return first.shape == second.shape and all(map(torch.equal, strided_parts(first), strided_parts(second)))
 
 
-def _tensors_and_pieces(batch: Any, parts: Sequence[Any]) -> list[tuple[Tensor, list[Tensor]]] | None:
-    """Return each tensor of the batch with those of the parts in its place; None if their numbers differ."""
-    tensors = tensors_in(batch)
-    tensors_of_parts = [tensors_in(part) for part in parts]
-    for part_tensors in tensors_of_parts:
-        if len(part_tensors) != len(tensors):
-            return None
+def _leaves(batch: Any, parts: Sequence[Any]) -> list[Leaf] | None:
+    """Return the leaves of the batch, in order, with what the parts have there; None if their numbers differ."""
+    if isinstance(batch, Tensor):
+        return [Leaf(batch, list(parts))] if all(isinstance(part, Tensor) for part in parts) else None
+    if _is_list_of_samples(batch, parts):
+        return [Leaf(batch, list(parts))]
+    children = _children(batch)
+    children_of_parts = [_children(part) for part in parts]
+    if any(len(part_children) != len(children) for part_children in children_of_parts):
+        return None if tensors_in([batch, *parts]) else []  # a list of plain values is no leaf
 
-    tensors_and_pieces = []
-    for tensor, *pieces in zip(tensors, *tensors_of_parts, strict=True):
-        tensors_and_pieces.append((tensor, pieces))
-    return tensors_and_pieces
+    leaves = []
+    for child, *pieces in zip(children, *children_of_parts, strict=True):
+        leaves_below = _leaves(child, pieces)
+        if leaves_below is None:
+            return None
+        leaves.extend(leaves_below)
+    return leaves
+
+
+def _children(batch: Any) -> Sequence[Any]:
+    """Return the children of a container that has tensors; nothing else has any."""
+    flattened = flatten_container(batch)
+    if flattened is None or isinstance(batch, Tensor):
+        return []
+    return flattened[0]
+
+
+def _is_list_of_samples(batch: Any, parts: Sequence[Any]) -> bool:
+    """Return whether a list or tuple has as many elements as those of the parts together, and more than any of them."""
+    values = (batch, *parts)
+    if any(type(value) not in (list, tuple) for value in values):
+        return False
+    lengths = [len(part) for part in parts]
+    return len(batch) == sum(lengths) > max(lengths)
+
+
+def _samples_and_pieces(leaf: Leaf) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield each element of a list of samples, with the one in the lists of the parts."""
+    for sample, piece in zip(leaf.value, itertools.chain(*leaf.pieces), strict=True):
+        yield sample, [piece]
+
+
+def _are_equal_samples(first: Any, second: Any) -> bool:
+    """Return whether two elements of lists of samples are equal: tensors, containers of them, or plain values. Those of
+    unknown types count as equal.
+    """
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return isinstance(first, Tensor) and isinstance(second, Tensor) and are_equal(first, second)
+    if isinstance(first, np.ndarray):
+        return isinstance(second, np.ndarray) and np.array_equal(first, second)
+    if isinstance(first, (str, bytes, int, float)):
+        return bool(first == second)
+    children = _children(first)
+    other_children = _children(second)
+    return len(children) == len(other_children) and all(map(_are_equal_samples, children, other_children))
 
 
 def _joined_dim(tensor: Tensor, pieces: list[Tensor]) -> int | None:

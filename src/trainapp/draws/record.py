@@ -24,6 +24,8 @@ class TopicKind(Enum):
 
     DRAWS = "draws of "  # draws with unknown samples, of an operation or of all in a work
     PADDING = "padding of "  # a task whose results depend on the padding
+    SUM = "sum of "  # a task whose loss adds up less exactly than rounding explains
+    GRADIENTS = "gradients of "  # a task whose gradients do not add up, though its loss does
 
     def topic(self, name: str) -> str:
         """Return the topic of this kind with the name."""
@@ -75,7 +77,8 @@ class DrawRecord:
     def layout_of(self, work: str, number: int, draw: RandomDraw, samples: int) -> DrawLayout:
         """Return the layout of a draw in this work.
 
-        Where nothing was learnt of the work, the first dimension has the samples if its size is their number. A draw
+        Where nothing was learnt of the work, the first dimension has the samples if its size is their number; if that
+        of another dimension is, too, this is noted as a guess. A draw
         that differs from the one learnt is noted, for the number of draws then depends on the batch; it takes the axis
         of another draw that it fits.
         """
@@ -92,6 +95,7 @@ class DrawRecord:
             if number in learnt and learnt[number].fits(draw, samples):
                 return learnt[number]
             if draw.shape[:1] == (samples,):
+                self._note_if_ambiguous(draw, samples)
                 return DrawLayout(kernel, dimensions, axis=0)
             return DrawLayout(kernel, dimensions, varies=True)
 
@@ -108,6 +112,16 @@ class DrawRecord:
             if layout.axis is not None and layout.fits_shape(draw.shape, samples):
                 return layout._replace(kernel=kernel)
         return DrawLayout(kernel, dimensions, varies=True)
+
+    def _note_if_ambiguous(self, draw: RandomDraw, samples: int) -> None:
+        """Note a draw of which several dimensions may have the samples. Those of a single one are its own in any."""
+        if samples > 1 and draw.shape.count(samples) > 1:
+            text = (
+                f"{shown_name(draw.kernel)} of {list(draw.shape)}: several of its dimensions are as long as the "
+                "micro-batch, which of them has the samples could not be learnt before the first step, and the first "
+                "counts as theirs"
+            )
+            self.note(TopicKind.DRAWS.topic(draw.kernel), text)
 
 
 @contextlib.contextmanager

@@ -334,7 +334,9 @@ def _metric_sum(name: str, value: Any) -> Tensor:
     if not isinstance(tensor, Tensor) or tensor.ndim:
         raise UserError(
             f"the task's metric {name} must be a number or a scalar tensor, the sum over the micro-batch, or a tuple "
-            f"of this sum and its own count, but is {form_of(value)}; return its .sum()"
+            f"of this sum and its own count, but is {form_of(value)}; return its .sum(). No metrics.{name} is "
+            "configured: if these are arguments of a metric with `update`, configure it, such as "
+            f"'+metrics.{name}={{_target_: torchmetrics.F1Score, task: multiclass}}' (docs/metrics_and_callbacks.md)"
         )
     return tensor.detach()
 

@@ -17,6 +17,7 @@ from trainapp.report import page
 from trainapp.report.run_files import state_of
 from trainapp.signals import TIME_IS_UP, named
 from trainapp.training import stopping
+from trainapp.training.dependence import known_dependence
 from trainapp.training.session import Session
 from trainapp.units import bytes_text
 
@@ -89,7 +90,7 @@ def result_of(session: Session) -> Result:
         seconds=session.meter.seconds,
         checkpoint=session.checkpointer.newest_name(),
         draws=_draws(session),
-        depends_on_micro_batch=_dependence(session),
+        depends_on_micro_batch=known_dependence(session),
         stopped=latest_stop,
         ended=_why_ended(session),
     )
@@ -100,13 +101,6 @@ def _draws(session: Session) -> str:
     if not session.engine.draw_record.draws:
         return "none"
     return "per_sample" if session.engine.draws_by_sample else "device"
-
-
-def _dependence(session: Session) -> list[str]:
-    """Return what depends on the micro-batch; nothing does where the batch is one sample, which cannot be split."""
-    if session.config.batch.global_size == 1:
-        return []
-    return list(session.engine.draw_record.depends.values())
 
 
 def _why_ended(session: Session) -> str | None:

@@ -34,6 +34,8 @@ _ACTIVATIONS = frozenset({Category.ACTIVATIONS})
 _GRADIENTS = frozenset({Category.GRADIENTS})
 _OPTIMIZER_STATE = frozenset({Category.OPTIMIZER_STATE})
 _WEIGHTS_AND_STATE = _GRADIENTS | _OPTIMIZER_STATE | {Category.PARAMETERS}
+# Of AdamW's two moments together, by their dtype, in numbers of fp32 per element.
+_SIZE_OF_MOMENTS = {"fp32": 2.0, "bf16": 1.0, "8bit": 0.5, "4bit": 2 / 7}
 # Settings of an optimizer that are not in here are arguments of its class.
 _OPTIMIZER_FIELDS = {field.name for field in dataclasses.fields(Optimizer)}
 
@@ -120,6 +122,8 @@ class Technique:
             return False
         if not self.helps(situation):
             return False
+        if self.relieves == _OPTIMIZER_STATE and not self._needs_less_state(config):
+            return False
 
         # It must fit the other settings and the model.
         changed_config = with_techniques(config, [self])
@@ -131,6 +135,33 @@ class Technique:
         except UserError:
             return False
         return True
+
+    def _needs_less_state(self, config: Config) -> bool:
+        """Return whether the optimizer's state is smaller than the configuration's, as far as both are known."""
+        state = optimizer_state_size(config)
+        changed_state = optimizer_state_size(with_techniques(config, [self]))
+        has_same_optimizer = "optimizer.target" not in self.changes
+        return has_same_optimizer or state is None or changed_state is None or changed_state < state
+
+
+def optimizer_state_size(config: Config) -> float | None:
+    """Return the size of the optimizer's state, in numbers of fp32 per element of a matrix; None if it is not known."""
+    arguments = config.optimizer.arguments
+    match config.optimizer.target:
+        case "torch.optim.SGD":
+            return 1.0 if arguments.get("momentum") else 0.0
+        case "torch.optim.Adam" | "torch.optim.AdamW":
+            return 3.0 if arguments.get("amsgrad") else 2.0
+        case "torch.optim.NAdam" | "torch.optim.RAdam":
+            return 2.0
+        case "trainapp.optim.low_precision.AdamW":
+            return _SIZE_OF_MOMENTS[arguments.get("state_dtype", "fp32")]
+        case "trainapp.optim.muon.Muon":
+            return 1.0
+        case "torch.optim.Adafactor":
+            return 0.01  # a row and a column per matrix
+        case _:
+            return None
 
 
 @functools.cache

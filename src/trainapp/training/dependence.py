@@ -7,7 +7,7 @@ from torch import nn
 
 from trainapp.draws.record import GLOBALS, ITERATORS, TopicKind, shown_name
 from trainapp.errors import TrainingStopped
-from trainapp.losses.losses import has_embeddings
+from trainapp.losses.losses import has_embeddings, needs_whole_batch
 from trainapp.models.inspect import batchnorms, instead_of_batchnorm, per_sample_buffers
 from trainapp.state.checksum import checksum
 from trainapp.state.contents import MOST_BYTES
@@ -17,13 +17,16 @@ from trainapp.training.phase import UpdateContext
 from trainapp.training.session import Session
 from trainapp.units import bytes_text, listed
 
+WRITES = "writes"  # the topic of state that forwards write
+
 
 def warn_of_trials(session: Session) -> None:
-    """Warn before the first step of what trial calls have found: results that depend on the padding, global variables
-    that a forward writes, and iterators that it advances. The recipe says the rest.
+    """Warn before the first step of what trial calls have found: results that depend on the padding, gradients that do
+    not add up, global variables that a forward writes, and iterators that it advances. The recipe says the rest.
     """
     for topic, text in session.engine.draw_record.depends.items():
-        if topic in (GLOBALS, ITERATORS) or TopicKind.PADDING.includes(topic):
+        is_of_task = TopicKind.PADDING.includes(topic) or TopicKind.GRADIENTS.includes(topic)
+        if topic in (GLOBALS, ITERATORS) or is_of_task:
             session.tracker.warn_once(text, topic=topic)
 
 
@@ -36,14 +39,16 @@ def warn_of_dependence(session: Session, context: UpdateContext) -> None:
     is_cut_here = session.batches.accumulation(size) > 1
     if is_cut_here or session.ranks.world_size > 1:
         record = session.engine.draw_record
-        _record_writes(session, size, is_cut_here)
+        kinds_of_state = _record_writes(session, size, is_cut_here)
         if record.draws and not session.engine.draws_by_sample:
             record.depends["draws"] = (
                 f"the forward draws torch's own random numbers, which are those of the micro-batch ({size}); with "
                 "train.draws=per_sample (not on mps) they do not depend on it"
             )
         for topic, text in record.depends.items():
-            session.tracker.warn_once(f"step {context.step_number}: {text}", topic=topic)
+            # State that a later step is the first to write, or to be seen by a checksum, is said, too.
+            once = f"{topic} of {kinds_of_state}" if topic == WRITES else topic
+            session.tracker.warn_once(f"step {context.step_number}: {text}", topic=once)
     _warn_of_other_draws(session, context)
     _report_shared_draws(session)
     _warn_of_what_is_not_restored(session, context)
@@ -51,8 +56,11 @@ def warn_of_dependence(session: Session, context: UpdateContext) -> None:
 
 def _warn_of_other_draws(session: Session, context: UpdateContext) -> None:
     """Warn once of draws that do not belong to samples where trial calls, of a few samples, have found none such: the
-    recipe says otherwise. Also where the micro-batch is the whole batch, since another limit may split it.
+    recipe says otherwise. Also where the micro-batch is the whole batch, since another limit may split it, unless the
+    task declares that it never is.
     """
+    if needs_whole_batch(session.engine.task):
+        return
     for topic, text in session.engine.draw_record.depends.items():
         if TopicKind.DRAWS.includes(topic) and topic not in session.topics_of_trials:
             session.tracker.warn_once(
@@ -60,6 +68,20 @@ def _warn_of_other_draws(session: Session, context: UpdateContext) -> None:
                 "the check before the first step did not show",
                 topic=topic,
             )
+
+
+def known_dependence(session: Session) -> list[str]:
+    """Return what is known to depend on the micro-batch. Nothing does where the batch is one sample, which cannot be
+    split; nor do draws where the task declares that it never is.
+    """
+    if session.config.batch.global_size == 1:
+        return []
+    is_never_split = not session.config.updates and needs_whole_batch(session.task)
+    texts = []
+    for topic, text in session.engine.draw_record.depends.items():
+        if not (is_never_split and TopicKind.DRAWS.includes(topic)):
+            texts.append(text)
+    return texts
 
 
 def warn_of_writes_in_evaluation(session: Session, names: Collection[str], samples: int) -> None:
@@ -75,8 +97,9 @@ def warn_of_writes_in_evaluation(session: Session, names: Collection[str], sampl
     if not state:
         return
     topic = "writes in evaluation"
+    names_text = listed(_kinds_first(state))
     text = (
-        f"the forward writes {listed(sorted(state))} in evaluations, too, once per micro-batch ({samples}): what a "
+        f"the forward writes {names_text} in evaluations, too, once per micro-batch ({samples}): what a "
         "forward reads of them depends on batch.eval_micro_size; write them in training mode only (self.training)"
     )
     session.engine.draw_record.note(topic, text)
@@ -109,8 +132,9 @@ def iterators_text(names: Collection[str]) -> str:
     )
 
 
-def _record_writes(session: Session, size: int, is_cut_here: bool) -> None:
+def _record_writes(session: Session, size: int, is_cut_here: bool) -> list[str]:
     """Record which state the forward writes per micro-batch: BatchNorm's statistics, and any other. Collective.
+    Return the kinds of the latter.
 
     Args:
         session: the live objects; their record of draws is extended.
@@ -139,10 +163,12 @@ def _record_writes(session: Session, size: int, is_cut_here: bool) -> None:
     compare_ranks(session, other_state)
     other_state -= _bounded_embeddings(modules)
     if other_state and is_cut_here:
-        depends["writes"] = (
-            f"the forward writes {listed(sorted(other_state))}, once per micro-batch ({size}), not per step: what a "
+        names_text = listed(_kinds_first(other_state))
+        depends[WRITES] = (
+            f"the forward writes {names_text}, once per micro-batch ({size}), not per step: what a "
             "forward reads of them before writing them anew depends on the micro-batch"
         )
+    return sorted({_kind_of(name) for name in other_state})
 
 
 def compare_ranks(session: Session, names: Collection[str] = ()) -> None:
@@ -234,6 +260,19 @@ def _bounded_embeddings(modules: Mapping[str, nn.Module]) -> set[str]:
 def _module_of(name: str) -> str:
     """Return the path in the model of the module that a state such as `model.norm.running_mean` belongs to."""
     return name.rpartition(".")[0].removeprefix("model.")
+
+
+def _kinds_first(names: Collection[str]) -> list[str]:
+    """Return the names with the first of each kind in front: a teacher's parameters do not hide a queue."""
+    first_by_kind: dict[str, str] = {}
+    for name in sorted(names):
+        first_by_kind.setdefault(_kind_of(name), name)
+    return list(dict.fromkeys([*first_by_kind.values(), *sorted(names)]))
+
+
+def _kind_of(name: str) -> str:
+    """Return the attribute of the model or the task to which a state belongs: `model.teacher` of its parameters."""
+    return ".".join(name.split(".")[:2])
 
 
 def _root_of(name: str) -> str:

@@ -3,7 +3,8 @@
 A sum over samples has `whole = first + second`, for the loss, the count and each metric. What differs by no more than
 rounding adds up. How much that may be, `Comparison` decides, by three rules:
 
-1. A result in fp64 may differ by the epsilon of fp32, since a task may cast to fp32 inside.
+1. A result in fp64 may differ by the epsilon of fp32, since a task may cast to fp32 inside. What differs by more than
+   fp64's rounding is said.
 2. A coarser one may differ by a few epsilons of its own dtype, or by a multiple of what rounding was measured to change
    (`Rounding`): the same samples in another order, or computed with other rounding.
 3. Never by more than a fixed share, however much was measured: a term of the whole batch, such as a mixture's load
@@ -29,6 +30,9 @@ MAX_FP32_EPSILON = 1e-6
 # Tolerances, relative to the size of the results.
 FP32_ROUNDING = 1.2e-7  # fp32's epsilon: always counts as rounding, also in fp64, whose own is far below it
 EPSILONS_OF_ROUNDING = 8  # in epsilons of the computation's dtype: a result is rounded a few times on its way
+# The most that is rounding where all of a computation is in fp64, whose epsilon is 2e-16. Between this and fp32's, what
+# adds up is not refused, as a part may be in fp32 or a solver stop at a tolerance, but said.
+MAX_FP64_ROUNDING = 1e-11
 # The most that may count as rounding, however much was measured: otherwise a term of the whole batch that changes with
 # the order of the samples would pass for it.
 MAX_ROUNDING = 1e-3  # of computations in fp32 or fp64; the price: smaller terms of the whole batch go unnoticed
@@ -225,6 +229,15 @@ class Comparison:
 
     # --- how much may be rounding
 
+    @property
+    def loss_deviation(self) -> float:
+        """By how much the loss differs from the sum of its parts', relative."""
+        return abs(self.losses.excess) / (self._size_of_loss or 1.0)
+
+    @property
+    def _size_of_loss(self) -> float:
+        return self.losses.size + SIZE_PER_COUNT * abs(self.counts.whole)
+
     def _loss_adds_up(self, max_rounding: float) -> bool:
         """Return whether the parts' losses add up to the whole's, up to rounding.
 
@@ -233,7 +246,7 @@ class Comparison:
         """
         losses = self.losses
         rounding = self.rounding
-        size = losses.size + SIZE_PER_COUNT * abs(self.counts.whole)
+        size = self._size_of_loss
         deviation = abs(losses.excess)
         if rounding.epsilon_of_loss <= MAX_FP64_EPSILON:
             return deviation <= FP32_ROUNDING * size

@@ -8,11 +8,12 @@ each with its own samples.
 
 What is called: the task of evaluations and those of the updates, each in the modes in which a run calls it
 (`trials.modes`), with the first four samples of training (`trials.samples`). A stream's are read once, and kept for
-training. Without gradients, unless the task itself needs some, as for a gradient penalty; with BatchNorm in evaluation
-mode. A call leaves no trace (`trials.probe`).
+training. Without gradients, unless they are compared or the task itself needs some, as for a gradient penalty; with
+BatchNorm in evaluation mode. A call leaves no trace (`trials.probe`).
 
 What is compared: loss, count and metrics of the batch with those of its parts (`trials.parts`), to rounding
-(`trials.comparison`). Metrics as strictly as the loss, since an objective may be one.
+(`trials.comparison`). Metrics as strictly as the loss, since an objective may be one. In training mode and in fp64 also
+the gradients (`trials.gradients`): those that do not add up, though the loss does, are named, not refused.
 
 In which precision: to keep rounding from hiding a difference, a small model and its task are copied to fp64; what
 cannot run in fp64 runs in fp32 without autocast, or as it is trained (`trials.precisions`). The copies are compared
@@ -22,13 +23,13 @@ What follows: a task whose results do not add up is refused. So is a count that 
 on the padding may be meant (convolutions over padded audio): it is noted in the record of draws, and warned of before
 the first step. The recipe says what was compared, by mode, and what could not be and why.
 
-It costs at most 24 forwards of at most four samples with two modes, 32 where batches are padded, half of it for a large
-model, and more only where results do not add up.
+It costs at most 35 forwards of at most four samples with two modes, and three backwards, 43 where batches are padded,
+half of it for a large model, and more only where results do not add up.
 """
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,11 +38,13 @@ from trainapp.draws.record import DrawRecord, TopicKind
 from trainapp.errors import UserError, summary_of
 from trainapp.losses.losses import has_embeddings, needs_no_check, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
-from trainapp.trials.messages import DependsOnSplit, Finding, Refused
+from trainapp.trials.gradients import GradientFinding, compare_gradients
+from trainapp.trials.messages import AddsUp, DependsOnSplit, Finding, Refused
 from trainapp.trials.modes import NO_CHECK_NEEDED, Mode, has_all_values
 from trainapp.trials.obstacles import Obstacle, Reason
-from trainapp.trials.parts import TaskFindings, compare_with_parts, draws_alike
+from trainapp.trials.parts import ModeCalls, TaskFindings, compare_with_parts, draws_alike
 from trainapp.trials.precisions import FP64, first_working_result, note_traces, precisions_to_try
+from trainapp.trials.probe import TaskProbe
 from trainapp.trials.samples import Samples
 from trainapp.trials.setup import TrialSetup
 
@@ -56,7 +59,12 @@ class Outcome(NamedTuple):
 
     text: str  # what was compared, or why not, in words that continue "the loss"
     refusal: str | None = None  # the message about the task, if it cannot be trained
-    dependence: str = ""  # the message about what depends on the micro-batch, if anything
+    # The messages about what depends on the micro-batch, by the kind of their topics.
+    dependence: Mapping[TopicKind, str] = {}
+
+    def depending(self, kind: TopicKind, message: str) -> "Outcome":
+        """Return the outcome with one more message about what depends on the micro-batch."""
+        return self._replace(dependence={**self.dependence, kind: message})
 
     def followed_by(self, text: str) -> "Outcome":
         """Return the outcome with more text."""
@@ -69,6 +77,15 @@ class ModeOutcome(NamedTuple):
     loss: Outcome
     padding: Outcome | None = None  # see `TaskFindings`
     divided_metrics: str = ""
+
+
+class NoisyFindings(NamedTuple):
+    """What copies with noise on their parameters say of a task."""
+
+    sums: TaskFindings
+    # Of gradients that do not add up, or why they were not compared. With noise only: without it, equal weights leave a
+    # maximum to rounding, and with it the gradients.
+    gradients: GradientFinding | Obstacle | None
 
 
 def require_sum(setup: TrialSetup, ranks: Ranks, draw_record: DrawRecord) -> dict[str, str]:
@@ -143,26 +160,38 @@ def _check_mode(setup: TrialSetup, mode: Mode, draw_record: DrawRecord) -> ModeO
         return ModeOutcome(Outcome(_not_compared(Obstacle(Reason.ERROR, summary_of(error)))))
     plain = result.value
 
-    loss = _outcome(plain.loss, result.precision)
-    padding = None if plain.padding is None else _outcome(plain.padding, result.precision)
+    loss = _outcome(plain.loss, result.precision, mode)
+    padding = None if plain.padding is None else _outcome(plain.padding, result.precision, mode)
     reasons = [f"; not in {precision}: {reason}" for precision, reason in result.failures.items()]
-    outcome = ModeOutcome(loss.followed_by("".join(reasons)), padding, plain.divided_metrics)
+    loss = loss.followed_by("".join(reasons))
+    outcome = ModeOutcome(loss, padding, plain.divided_metrics)
     if result.precision != FP64 or loss.refusal is not None:
         return outcome
 
-    # With noise: what a layer that begins at zero has hidden shows now.
+    # With noise: what a layer that begins at zero has hidden shows now. With gradients, of a loss that adds up.
     try:
         noisy = _compare_with_noise(setup, samples, mode, draw_record)
     except Exception as error:
         return outcome._replace(loss=loss.followed_by(f"; with noise: {summary_of(error)}"))
-    if padding is not None and plain.padding is not None and noisy.padding is not None:
-        padding = _with_noise(padding, plain.padding, noisy.padding)
-    return outcome._replace(loss=_with_noise(loss, plain.loss, noisy.loss), padding=padding)
+    loss = _with_noise(loss, plain.loss, noisy.sums.loss, mode)
+    if noisy.gradients is not None:
+        loss = _with_gradients(loss, noisy.gradients, mode, samples.number)
+    if padding is not None and plain.padding is not None and noisy.sums.padding is not None:
+        padding = _with_noise(padding, plain.padding, noisy.sums.padding, mode)
+    return outcome._replace(loss=loss, padding=padding)
 
 
-def _compare_with_noise(setup: TrialSetup, samples: Samples, mode: Mode, draw_record: DrawRecord) -> TaskFindings:
+def _compare_with_noise(setup: TrialSetup, samples: Samples, mode: Mode, draw_record: DrawRecord) -> NoisyFindings:
     """Return the findings about copies in fp64 with noise on their parameters, which does not change what is summed."""
-    compare = functools.partial(compare_with_parts, mode=mode, draw_record=draw_record, looks_for_divided_metrics=False)
+
+    def compare(probe: TaskProbe) -> NoisyFindings:
+        findings = compare_with_parts(probe, mode, draw_record, looks_for_divided_metrics=False)
+        gradients = None
+        if mode.training and isinstance(findings.loss, AddsUp):
+            loss_is_exact = findings.loss.inexactness is None
+            gradients = compare_gradients(ModeCalls(probe, mode, draw_record), loss_is_exact)
+        return NoisyFindings(findings, gradients)
+
     fp64_only = precisions_to_try(setup, samples, mode.task, noise=NOISE)[:1]
     return first_working_result(fp64_only, compare, mode.is_trained).value
 
@@ -170,7 +199,7 @@ def _compare_with_noise(setup: TrialSetup, samples: Samples, mode: Mode, draw_re
 # --- findings in words
 
 
-def _outcome(finding: Finding, precision: str) -> Outcome:
+def _outcome(finding: Finding, precision: str, mode: Mode) -> Outcome:
     """Return the outcome of a comparison in this precision."""
     match finding:
         case Refused(message):
@@ -178,18 +207,34 @@ def _outcome(finding: Finding, precision: str) -> Outcome:
         case Obstacle():
             return Outcome(_not_compared(finding))
         case DependsOnSplit():
-            return Outcome(f"{finding}, in {precision}", dependence=finding.message)
+            return Outcome(f"{finding}, in {precision}", dependence={TopicKind.PADDING: finding.message})
         case _:
-            return Outcome(f"{finding}, in {precision}")
+            return _with_inexactness(Outcome(f"{finding}, in {precision}"), finding, mode)
 
 
-def _with_noise(outcome: Outcome, plain: Finding, noisy: Finding) -> Outcome:
+def _with_inexactness(outcome: Outcome, finding: Finding, mode: Mode) -> Outcome:
+    """Return the outcome with what is said of a loss that adds up less exactly than rounding explains."""
+    if not isinstance(finding, AddsUp) or finding.inexactness is None or finding.inexactness.is_rounding:
+        return outcome
+    return outcome.depending(TopicKind.SUM, finding.inexactness.message(mode.task.setting, finding.number))
+
+
+def _with_gradients(outcome: Outcome, finding: GradientFinding | Obstacle, mode: Mode, number: int) -> Outcome:
+    """Return the outcome of a loss that adds up with what was found about its gradients."""
+    if isinstance(finding, Obstacle):
+        return outcome.followed_by(f"; its gradients are {_not_compared(finding)}")
+    message = finding.message(mode.task.setting, number)
+    return outcome.followed_by(f"; {finding}").depending(TopicKind.GRADIENTS, message)
+
+
+def _with_noise(outcome: Outcome, plain: Finding, noisy: Finding, mode: Mode) -> Outcome:
     """Return the outcome together with that of the same comparison with noise on the parameters.
 
     Args:
         outcome: without noise.
         plain: the finding without noise.
         noisy: the one with noise.
+        mode: the task, and how it was called.
     """
     if isinstance(plain, (Refused, DependsOnSplit)):
         return outcome
@@ -204,7 +249,9 @@ def _with_noise(outcome: Outcome, plain: Finding, noisy: Finding) -> Outcome:
         case Obstacle():
             return outcome.followed_by(f"; with noise: {_not_compared(noisy)}")
         case DependsOnSplit():
-            outcome = outcome._replace(dependence=f"{noisy.message}. Seen with noise on the parameters")
+            outcome = outcome.depending(TopicKind.PADDING, f"{noisy.message}. Seen with noise on the parameters")
+        case _:
+            outcome = _with_inexactness(outcome, noisy, mode)
     return outcome.followed_by(f"; with noise: {noisy}")
 
 
@@ -222,8 +269,8 @@ def _merged_text(outcomes: Sequence[Outcome], mode: Mode, draw_record: DrawRecor
     for outcome in outcomes:
         if outcome.refusal is not None:
             raise UserError(outcome.refusal)
-        if outcome.dependence:
-            draw_record.note(TopicKind.PADDING.topic(mode.task.setting), outcome.dependence)
+        for kind, message in outcome.dependence.items():
+            draw_record.note(kind.topic(mode.task.setting), message)
     texts = [outcome.text for outcome in outcomes]
     if TopicKind.DRAWS.topic(mode.work) in draw_record.depends and draws_alike(mode, draw_record):
         texts = [_if_draws_are_alike(text) for text in texts]

@@ -1,7 +1,7 @@
 """The messages of the loss check: what refuses a task, what warns of it, and what the recipe says was compared."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainapp.trials.comparison import Comparison, Defect, DefectKind, Difference, SplitValues
 from trainapp.trials.modes import Mode
@@ -9,9 +9,37 @@ from trainapp.trials.obstacles import Obstacle
 from trainapp.trials.samples import Samples
 from trainapp.units import listed
 
+SMALL_DEVIATION = 1e-2  # relative: below it, a solver that stops at a tolerance may be the cause
 _IF_MEANT = "If it is intended, set train.check_loss=false"
 
 # --- what was compared, for the recipe
+
+
+@dataclass(frozen=True)
+class Inexactness:
+    """How exactly a loss in fp64 adds up, if it does so to less than fp64's rounding. `str` continues "adds up"."""
+
+    deviation: float = field(compare=False)  # relative: of the same loss, another one with noise on the parameters
+    is_rounding: bool  # whether a part of the loss computes in less than fp64
+
+    def __str__(self) -> str:
+        reason = "what a sample gets depends a little on the others, as with an adaptive solver"
+        if self.is_rounding:
+            reason = f"a part computes in less than fp64, whose rounding may hide that {reason}"
+        return f"to {self.deviation:.0e} only ({reason})"
+
+    def message(self, setting: str, number: int) -> str:
+        """Return what depends on the micro-batch, for the record.
+
+        Args:
+            setting: which names the task.
+            number: of samples.
+        """
+        return (
+            f"{setting}: the loss of {number} samples is that of their halves to {self.deviation:.0e} only, in fp64: "
+            "what a sample gets depends a little on the others in its micro-batch, as with an adaptive solver whose "
+            "tolerance is over the batch; one with fixed steps is exact"
+        )
 
 
 @dataclass(frozen=True)
@@ -24,17 +52,20 @@ class AddsUp:
     skipped_metrics: tuple[str, ...]  # those that could not be compared
     are_collated_apart: bool  # whether the halves are known as training makes them alone
     without_unequal_parts: Obstacle | None = None  # why only equal halves were compared
+    inexactness: Inexactness | None = None
 
     def __str__(self) -> str:
         collated = " collated in halves" if self.are_collated_apart else ""
         also_compared = "do count and metrics" if self.has_metrics else "does its count"
         text = f"adds up over {self.number} samples{collated}, as {also_compared}"
+        if self.inexactness is not None:
+            text += f", {self.inexactness}"
         if self.metrics_error:
             text += f" (metrics: {self.metrics_error})"
         elif self.skipped_metrics:
             text += f" (not {listed(self.skipped_metrics)}: not finite or not in all batches)"
         if self.without_unequal_parts is not None:
-            text += f"; in halves alone: {self.without_unequal_parts}"
+            text += f"; compared in halves alone: {self.without_unequal_parts}"
         return text
 
 
@@ -103,8 +134,7 @@ def refusal(defect: Defect, comparison: Comparison, mode: Mode) -> str:
                 "mixture's load balance, sum it over samples (a balance per sequence), or declare `whole_batch = True` "
                 "on the task: its batch is then never split (or give it embed and loss_of_embeddings: "
                 "docs/extending.md). If the model normalises over the batch in evaluation mode, let it use running "
-                "statistics there. "
-                f"{_IF_MEANT}"
+                f"statistics there. {_hint_about_solvers(comparison)}{_IF_MEANT}"
             )
         case DefectKind.COUNT:
             return (
@@ -116,6 +146,15 @@ def refusal(defect: Defect, comparison: Comparison, mode: Mode) -> str:
             return _refusal_of_metric(defect.metric, "a mean", comparison, setting)
         case DefectKind.METRIC_NOT_A_SUM:
             return _refusal_of_metric(defect.metric, "not a sum over samples", comparison, setting)
+
+
+def _hint_about_solvers(comparison: Comparison) -> str:
+    if comparison.loss_deviation >= SMALL_DEVIATION:
+        return ""
+    return (
+        "An adaptive solver whose tolerance is over the batch (torchdiffeq's dopri5) does this, too: one with fixed "
+        "steps does not, nor one that solves for each sample. "
+    )
 
 
 def _loss_numbers(comparison: Comparison) -> str:

@@ -25,6 +25,7 @@ class Reason(Enum):
 
     # Of the calls.
     ERROR = "{}"
+    REFUSES_PART = "the task or the model refuses {}"
     NOT_FINITE = "the loss or its count is not finite"
     NOT_FINITE_ALONE = "the loss of a single sample is not finite"
     WRITES_STATE = "the forward writes state ({})"

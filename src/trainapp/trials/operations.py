@@ -21,7 +21,8 @@ class Observer(DispatchMode):
         self.draws = False  # whether any operation draws random numbers, from whatever generator
         # The relative rounding error of the coarsest floating-point dtype in results, of metrics too; 0 without any.
         self.epsilon = 0.0
-        self.epsilon_of_loss = 0.0  # the same before the metrics were computed
+        self.epsilon_of_arrays = 0.0  # the same of results with several elements: a solver's step size is a scalar
+        self.epsilon_of_loss = 0.0  # `epsilon` before the metrics were computed
         self.writes: list[str] = []  # what the call has changed of the model's or the task's state
         self.summands_of_metrics: dict[str, int] = {}  # by name; 0 if unknown
         # Sums, with the number of their summands, by id: tensors, so that no other one gets the id.
@@ -31,8 +32,11 @@ class Observer(DispatchMode):
         result = func(*args, **(kwargs or {}))
         self.draws = self.draws or draws_numbers(func, args, kwargs or {})
         for tensor in tensors_in(result):
-            if tensor.is_floating_point():
-                self.epsilon = max(self.epsilon, torch.finfo(tensor.dtype).eps)
+            if tensor.is_floating_point() or tensor.is_complex():
+                epsilon = torch.finfo(tensor.dtype).eps
+                self.epsilon = max(self.epsilon, epsilon)
+                if tensor.numel() > 1:
+                    self.epsilon_of_arrays = max(self.epsilon_of_arrays, epsilon)
 
         # Remember sums, and casts of sums, with the number of their summands.
         if isinstance(result, Tensor) and args and isinstance(args[0], Tensor):

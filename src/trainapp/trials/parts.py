@@ -1,35 +1,38 @@
 """Compares a task's results for a batch with those for its parts, in one mode and in one precision.
 
-A batch of four samples is split in up to three ways (`trials.samples` makes the batches), each of which shows what the
+A batch of four samples is split in up to four ways (`trials.samples` makes the batches), each of which shows what the
 others may hide:
 
 1. in halves whose tensors, joined, are the batch: for sums, the results of the halves add up;
-2. into the first sample and the other three: shares of a batch that are rounded, and weights that are alike in both
-   halves, do not add up then;
+2. into the first sample and the other three, and into the first three and the last: shares of a batch that are rounded,
+   and weights that are alike in both halves, do not add up then;
 3. as training makes micro-batches, of samples that are padded differently together than in halves, if there are any.
 
-Most tasks add up at once, which takes five calls, or seven. Only what does not is looked into, with more calls: whether
+Most tasks add up at once, which takes seven calls, or nine. Only what does not is looked into, with more calls: whether
 a difference means anything (`_obstacle`), and by how much rounding may explain it (`Rounding`).
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from trainapp.draws.record import GLOBALS, ITERATORS, DrawRecord, TopicKind
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
 from trainapp.losses.losses import is_built_in
 from trainapp.trials import messages
-from trainapp.trials.comparison import MAX_FP64_EPSILON, Comparison, Rounding, SplitResults
-from trainapp.trials.messages import AddsUp, DependsOnSplit, Finding, IsNoMean, Refused
+from trainapp.trials.comparison import MAX_FP64_EPSILON, MAX_FP64_ROUNDING, Comparison, Rounding, SplitResults
+from trainapp.trials.messages import AddsUp, DependsOnSplit, Finding, Inexactness, IsNoMean, Refused
 from trainapp.trials.modes import Mode
 from trainapp.trials.obstacles import Obstacle, Reason
 from trainapp.trials.operations import Observer, RandomRounding
 from trainapp.trials.probe import Sums, TaskProbe
-from trainapp.trials.samples import HalvedBatch, TrialBatch
-from trainapp.units import listed
+from trainapp.trials.samples import HalvedBatch, TrialBatch, UnequalParts
+from trainapp.units import listed, plural
 
 SHUFFLED = TopicKind.DRAWS.topic("randperm.generator_out")  # a permutation of the batch: it mixes samples
 _SAY_NOTHING_OF_DRAWS = {SHUFFLED, GLOBALS, ITERATORS}  # topics of a record
@@ -107,9 +110,14 @@ class ModeCalls:
         if self._layouts is not None:
             self._record.layouts[mode.work] = self._layouts
 
-    def __call__(self, batch: TrialBatch, dispatch_mode: Observer | RandomRounding | None = None) -> Sums:
+    def __call__(
+        self,
+        batch: TrialBatch,
+        dispatch_mode: Observer | RandomRounding | None = None,
+        backward: Callable[[Tensor], None] | None = None,
+    ) -> Sums:
         sample_draws = SampleDraws((0,), batch.positions, self._record, self.mode.work, alike=self._draws_alike)
-        return self.probe(batch, self.mode.training, sample_draws, dispatch_mode)
+        return self.probe(batch, self.mode.training, sample_draws, dispatch_mode, backward)
 
     @property
     def knows_draws(self) -> bool:
@@ -141,7 +149,7 @@ def _compare_halves(call: ModeCalls, halves: SplitResults) -> Finding:
         unequal = _compare_unequal_parts(call, halves.whole)
         if isinstance(unequal, Refused):
             return unequal
-        return _adds_up(comparison, without_unequal_parts=unequal)
+        return replace(_adds_up(comparison, without_unequal_parts=unequal), inexactness=_inexactness(call, comparison))
 
     # It does not add up: look whether that means anything, and how far rounding may explain it.
     observer = Observer()
@@ -158,7 +166,8 @@ def _compare_halves(call: ModeCalls, halves: SplitResults) -> Finding:
     if comparison.failing_metrics():
         rerounded = [sums.metrics for sums in call.with_other_rounding(samples.whole)]
         comparison = replace(comparison, rounding=replace(rounding, rerounded_metrics=rerounded))
-    return _refused_if_defective(comparison, call.mode) or _adds_up(comparison)
+    refused = _refused_if_defective(comparison, call.mode)
+    return refused or replace(_adds_up(comparison), inexactness=_inexactness(call, comparison))
 
 
 def _adds_up(
@@ -174,6 +183,19 @@ def _adds_up(
         are_collated_apart=are_collated_apart,
         without_unequal_parts=without_unequal_parts,
     )
+
+
+def _inexactness(call: ModeCalls, comparison: Comparison) -> Inexactness | None:
+    """Return how exactly a loss adds up in fp64 that does so to less than fp64's rounding; None for any other."""
+    deviation = comparison.loss_deviation
+    in_fp64 = comparison.is_joined and call.probe.dtype is torch.float64
+    if not in_fp64 or deviation <= MAX_FP64_ROUNDING:
+        return None
+    observer = Observer()
+    call(call.probe.samples.whole, observer)
+    # A part that computes in fp32, or a loss that is cast to it, as its digits tell.
+    loss_is_fp32 = all(torch.tensor(loss, dtype=torch.float32).item() == loss for loss in comparison.losses)
+    return Inexactness(deviation, is_rounding=loss_is_fp32 or observer.epsilon_of_arrays > MAX_FP64_EPSILON)
 
 
 def _refused_if_defective(comparison: Comparison, mode: Mode) -> Refused | None:
@@ -192,25 +214,43 @@ def _compare_unequal_parts(call: ModeCalls, whole: Sums) -> Refused | Obstacle |
     alike in both halves. Return None if these add up, too.
     """
     samples = call.probe.samples
-    if samples.uneven is None:
-        return None
+    rounding: Rounding | None = None
+    for cut in samples.unequal_cuts:
+        # Compare without tolerance for rounding, which costs no more calls: mostly that suffices.
+        results = _results_of_parts(call, whole, cut)
+        if isinstance(results, Obstacle):
+            return results
+        comparison = Comparison(samples.number, results, parts=cut.description)
+        if comparison.difference() is None:
+            continue
 
-    # Compare without tolerance for rounding, which costs no more calls: mostly that suffices.
-    try:
-        first, all_but_first = map(call, samples.uneven)
-    except Exception as error:  # a model may not run a single sample: training makes none then
-        return Obstacle(Reason.ERROR, summary_of(error))
-    if not (math.isfinite(first.loss) and math.isfinite(all_but_first.loss)):
+        # They differ: look whether that means anything, and how far rounding may explain it.
+        if rounding is None:
+            measured, obstacle = _with_measured_rounding(call, samples.whole, comparison, [whole])
+            if obstacle is not None:
+                return obstacle
+            rounding = measured.rounding
+        comparison = replace(comparison, rounding=rounding)
+        if comparison.difference() is None:
+            continue
+        refused = _refused_if_defective(comparison, call.mode)
+        if refused is not None:
+            return refused
+    return None
+
+
+def _results_of_parts(call: ModeCalls, whole: Sums, cut: UnequalParts) -> SplitResults | Obstacle:
+    """Return the results with those of these parts; or why there are none."""
+    results = [whole]
+    for part in (cut.first, cut.second):
+        try:
+            results.append(call(part))
+        except Exception as error:  # a model may not run so few samples: training makes no such micro-batch then
+            number = plural(len(part.positions), "sample")
+            return Obstacle(Reason.REFUSES_PART, f"{number} ({summary_of(error)})")
+    if not all(math.isfinite(sums.loss) for sums in results):
         return Obstacle(Reason.NOT_FINITE_ALONE)
-    comparison = Comparison(samples.number, SplitResults(whole, first, all_but_first), parts="the first and the others")
-    if comparison.difference() is None:
-        return None
-
-    # They differ: look whether that means anything, and how far rounding may explain it.
-    comparison, obstacle = _with_measured_rounding(call, samples.whole, comparison, [whole])
-    if obstacle is not None or comparison.difference() is None:
-        return obstacle
-    return _refused_if_defective(comparison, call.mode)
+    return SplitResults(*results)
 
 
 # --- 3. as training makes micro-batches

@@ -115,6 +115,7 @@ class TaskProbe:
         training: bool = False,
         sample_draws: SampleDraws | None = None,
         dispatch_mode: Observer | RandomRounding | None = None,
+        backward: Callable[[Tensor], None] | None = None,
     ) -> Sums:
         """Return the task's results for a batch. Raises the task's errors.
 
@@ -123,13 +124,14 @@ class TaskProbe:
             training: call in training mode, except for BatchNorm.
             sample_draws: around the whole call.
             dispatch_mode: around the operations of the task and of its metrics.
+            backward: called with the loss, and with its graph; gradients in `grad` are reset afterwards.
         """
         batch_on_device = map_tensors(self._copy_to_device, batch.data)
         in_evaluation = self._batchnorms if training else self._roots
         draws_context = sample_draws or contextlib.nullcontext()
         operations_context = dispatch_mode or contextlib.nullcontext()
         recording: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if self.with_gradients:
+        if self.with_gradients or backward is not None:
             recording = recorded_gradients(self._model_and_task)
         try:
             with preserved_rng(self.device), self._call_context(), evaluation_mode(in_evaluation):
@@ -138,6 +140,8 @@ class TaskProbe:
                 with draws_context:
                     with recording, operations_context:
                         loss, count, metrics = self._compute(batch_on_device)
+                        if backward is not None:
+                            backward(loss)
                     # The metrics are watched apart, as their rounding is not the loss's.
                     if isinstance(dispatch_mode, Observer):
                         dispatch_mode.writes = self.snapshot.changed()
@@ -149,6 +153,11 @@ class TaskProbe:
         finally:
             self._contents.restore()  # first: names the global variables that the snapshot would put back, too
             self.snapshot.restore()
+
+    @property
+    def trained_leaves(self) -> list[Tensor]:
+        """The tensors of model and task that have gradients after a backward."""
+        return [tensor for tensor in held_tensors(self._model_and_task) if tensor.is_leaf and tensor.requires_grad]
 
     @property
     def written_globals(self) -> Collection[str]:

@@ -50,6 +50,14 @@ class HalvedBatch(NamedTuple):
     second_half: TrialBatch
 
 
+class UnequalParts(NamedTuple):
+    """Two parts of unequal sizes, which joined are the whole batch."""
+
+    first: TrialBatch
+    second: TrialBatch
+    description: str  # of the parts, in words that continue "for"
+
+
 class BatchAsTrained(NamedTuple):
     """A batch and its halves as training makes them, which may hold other values than the batch: padding."""
 
@@ -78,7 +86,7 @@ class Samples(NamedTuple):
     # Whether the whole batch is known to be its halves joined: padding and graphs may depend on the whole batch.
     is_joined: bool
     reordered: Mapping[Order, TrialBatch] = {}  # of halves that are joined; empty for a first half that is repeated
-    uneven: tuple[TrialBatch, TrialBatch] | None = None  # the first sample, and the others; None if not compared
+    unequal_cuts: tuple[UnequalParts, ...] = ()  # the first sample and the others, the last and the others
     as_trained: BatchAsTrained = BatchAsTrained()
     collate_draws: bool = False  # whether the data's `collate` has drawn random numbers
 
@@ -186,10 +194,7 @@ def first_samples(data: Any, indices: Sequence[Any], seed: int) -> Samples | Non
         samples = Samples(number, whole, first_half, second_half, is_joined=True)
         samples = samples._replace(reordered=_reordered(samples, dims))
         if number > 2:
-            first_sample = TrialBatch(fetcher[Request(0, first_indices[:1])], positions[:1])
-            other_samples = TrialBatch(fetcher[Request(0, first_indices[1:] + second_indices)], positions[1:])
-            if batch_dims(whole.data, [first_sample.data, other_samples.data]):
-                samples = samples._replace(uneven=(first_sample, other_samples))
+            samples = samples._replace(unequal_cuts=_unequal_cuts(samples, fetcher, list(indices[:number])))
         return samples._replace(collate_draws=fetcher.collate_draws)
 
     # Two halves of different lengths: the first one twice may still be itself joined.
@@ -199,6 +204,23 @@ def first_samples(data: Any, indices: Sequence[Any], seed: int) -> Samples | Non
         whole = TrialBatch(first_half_twice, positions)
         second_half = TrialBatch(first_half.data, positions[half:])
     return Samples(number, whole, first_half, second_half, is_joined, collate_draws=fetcher.collate_draws)
+
+
+def _unequal_cuts(samples: Samples, fetcher: Fetcher, indices: list[Any]) -> tuple[UnequalParts, ...]:
+    """Return the whole batch cut behind its first and before its last sample, where it is these parts joined.
+
+    One cut is not enough: a mean that is weighted by numbers such as 2, 2, 3, 1 of the samples adds up in halves and
+    with the first sample apart, since 2 + 2 = 3 + 1 and 2 is their mean. Only equal ones add up in all three cuts.
+    """
+    whole = samples.whole
+    last = len(indices) - 1
+    cuts = []
+    for cut, description in ((1, "the first and the others"), (last, "the others and the last")):
+        first = TrialBatch(fetcher[Request(0, indices[:cut])], whole.positions[:cut])
+        second = TrialBatch(fetcher[Request(0, indices[cut:])], whole.positions[cut:])
+        if batch_dims(whole.data, [first.data, second.data]):
+            cuts.append(UnequalParts(first, second, description))
+    return tuple(cuts)
 
 
 def _reordered(samples: Samples, dims: Sequence[int | None]) -> dict[Order, TrialBatch]:
