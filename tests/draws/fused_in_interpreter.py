@@ -63,7 +63,7 @@ def both_ways(draw, launches, layout=None, alike=False, expected_launches=1):
     """What a function draws by the kernel, and by torch's."""
     drawn = []
     for on in (True, False):
-        record = DrawRecord()
+        record = DrawRecord(samples_come_first={"train"})
         if layout is not None:
             record.layouts = {"train": {0: layout}}
         with fused_on_cpu(on):

@@ -54,6 +54,8 @@ class DrawRecord:
     depends: dict[str, str] = field(default_factory=dict)
     # Whether anything was drawn.
     draws: bool = False
+    # Works of tasks and models that are trainapp's own: all their draws have the samples first. Not in checkpoints.
+    samples_come_first: set[str] = field(default_factory=set)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint: a resumed run draws as it would have."""
@@ -95,7 +97,8 @@ class DrawRecord:
             if number in learnt and learnt[number].fits(draw, samples):
                 return learnt[number]
             if draw.shape[:1] == (samples,):
-                self._note_if_ambiguous(draw, samples)
+                if work not in self.samples_come_first:
+                    self._note_if_ambiguous(draw, samples)
                 return DrawLayout(kernel, dimensions, axis=0)
             return DrawLayout(kernel, dimensions, varies=True)
 

@@ -56,6 +56,8 @@ def learn_draws(setup: TrialSetup, ranks: Ranks) -> tuple[DrawRecord, dict[str, 
     for mode in setup.modes:
         if mode.is_trained and not mode.training:  # an update's task is not evaluated
             continue
+        if needs_no_check(mode.task, setup.model):
+            draw_record.samples_come_first.add(mode.work)
         reason = _reason_to_skip(setup, mode)
         if reason:
             outcomes[mode.check_name("draws")] = reason
