@@ -1,7 +1,7 @@
 """Lists, dicts and sets that modules and tasks hold, and objects without a state dict: restored with the step."""
 
 import dataclasses
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 
 import numpy as np
 import own_counters
@@ -171,6 +171,75 @@ def test_nothing_is_looked_at_twice_where_nothing_is_held():
 
 
 CALLS, SHAPE, ROWS = 0, None, []
+IN_STATIC_METHOD = IN_PROPERTY = 0
+
+
+class Latest(OrderedDict):
+    """A cache that drops the oldest, by the recipe in Python's documentation."""
+
+    def __init__(self, maxsize, /):
+        self.maxsize = maxsize
+        super().__init__()
+
+    def __getitem__(self, key):
+        value = super().__getitem__(key)
+        self.move_to_end(key)
+        return value
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        if len(self) > self.maxsize:
+            del self[next(iter(self))]
+
+
+class Tally(Counter):
+    """A counter whose constructor takes something else."""
+
+    def __init__(self, classes):
+        super().__init__(dict.fromkeys(range(classes), 0))
+
+
+class Log(list):
+    """A list that refuses to be extended."""
+
+    def extend(self, values):
+        raise TypeError("append instead")
+
+
+class Subclasses:
+    """A task that holds containers whose classes have methods of their own, and an array of objects."""
+
+    def __init__(self):
+        self.latest, self.tally, self.log = Latest(3), Tally(4), Log()
+        self.replay = np.zeros(4, dtype=object)
+
+    def push(self, value):
+        self.latest[value] = value
+        self.latest[value]
+        self.tally[value % 4] += 1
+        self.log.append(value)
+        self.replay[value % 4] = torch.full((2,), float(value))
+
+    def facts(self):
+        return repr((dict.items(self.latest), self.tally, [*self.log], self.replay))
+
+
+@pytest.mark.parametrize("verified", [0, 2])
+def test_containers_of_classes_with_methods_of_their_own_are_restored(verified):
+    task = Subclasses()
+    snapshot = Snapshot.of(Stateful(model=nn.Linear(1, 1), task=task), verified)
+    for value in range(6):
+        snapshot.take()
+        before = task.facts()
+        for _ in range(2):
+            task.push(value)
+            task.push(value + 1)
+            snapshot.restore()
+            assert task.facts() == before
+        task.push(value)
+        snapshot.record_step_writes()
+    assert list(OrderedDict.keys(task.latest)) == [3, 4, 5]
+    assert task.tally.total() == 6
 
 
 class Counts(nn.Linear):
@@ -178,12 +247,32 @@ class Counts(nn.Linear):
 
     calls = 0
 
+    @classmethod
+    def count(cls):
+        Counts.calls += 1
+
+    @staticmethod
+    def count_all():
+        global IN_STATIC_METHOD
+        IN_STATIC_METHOD += 1
+
+    @property
+    def counted(self):
+        return IN_PROPERTY
+
+    @counted.setter
+    def counted(self, number):
+        global IN_PROPERTY
+        IN_PROPERTY += number
+
     def forward(self, inputs):
         global CALLS, SHAPE
         CALLS += 1
         SHAPE = (*inputs.shape,)
         own_counters.CALLS += 1
-        Counts.calls += 1
+        self.count()
+        self.count_all()
+        self.counted = 1
         ROWS.append(1)
         return super().forward(inputs)
 
@@ -191,7 +280,7 @@ class Counts(nn.Linear):
 @pytest.mark.parametrize("verified", [0, 2])
 def test_plain_global_variables_are_restored(verified):
     def counts():
-        return CALLS, SHAPE, own_counters.CALLS, Counts.calls
+        return CALLS, SHAPE, own_counters.CALLS, Counts.calls, IN_STATIC_METHOD, IN_PROPERTY
 
     ROWS[:] = []
     model = Counts(1, 1)

@@ -89,7 +89,7 @@ def _run_job(composed: DictConfig, run_dir: str, by_launcher: bool) -> float | N
             if by_launcher or not config.activity.trains:  # other jobs follow in this process; or nothing to continue
                 raise
             log.warning("%s", str(broken).partition("\n")[0])
-            replace_process(run_dir)
+            replace_process(run_dir, broken.has_saved)
         except Interrupted as stopped:
             if by_launcher and stopped.signal in (TIME_IS_UP, PAUSED) and config.train.max_time != "auto":
                 return math.nan  # of this job alone; its objective is not compared

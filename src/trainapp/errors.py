@@ -39,7 +39,16 @@ class OutOfMemory(TrainingStopped):
 
 
 class MustRestart(OutOfMemory):
-    """Memory has run out in a way that has broken this process: a new one can continue from the last checkpoint."""
+    """Memory has run out in a way that has broken this process: a new one can continue from the last checkpoint.
+
+    Args:
+        message: for the user.
+        has_saved: whether this process has saved a checkpoint.
+    """
+
+    def __init__(self, message: str, has_saved: bool = False):
+        super().__init__(message)
+        self.has_saved = has_saved
 
 
 class Reported(SystemExit):

@@ -2,11 +2,16 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import helpers
+import psutil
 import pytest
 import runs
 from helpers import run_cli
+
+from trainapp.launch import launch
+from trainapp.run import directory, runner
 
 BREAKS = '''
 from pathlib import Path
@@ -55,3 +60,34 @@ def test_the_command_finishes_the_run(tmp_path, save):
     assert undisturbed.returncode == 0, undisturbed.stderr
     wanted = [line["loss"] for line in helpers.metrics(tmp_path / "undisturbed")]
     assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_what_an_earlier_run_has_saved_is_not_adopted(tmp_path):
+    """Before it has saved one itself, a run that is told to begin anew begins anew in the new process, too. The new
+    process has the time limit of the old one, and none of its loader workers is left.
+    """
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    command = [sys.executable, "-u", "-m", "trainapp"]
+    (tmp_path / "struck").touch()
+    earlier = run_cli(*RUN, "every.save=2", cwd=tmp_path, command=command)
+    assert earlier.returncode == 0, earlier.stderr
+    wanted = [line["loss"] for line in helpers.metrics(tmp_path / "run")]
+
+    (tmp_path / "struck").unlink()
+    anew = ("every.save=null", "checkpointing.resume=none", "data.num_workers=2", "train.max_time=1h")
+    done = run_cli(*RUN, *anew, cwd=tmp_path, command=command)
+    assert done.returncode == 0, done.stderr
+    assert "a new process continues from the last checkpoint" in done.stdout + done.stderr
+    losses = [line["loss"] for line in helpers.metrics(tmp_path / "run")]
+    assert losses == pytest.approx(wanted, rel=1e-5)  # a resumed run would go on from the last step
+    assert len(losses) == 6
+    assert not [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(tmp_path)]
+
+
+def test_its_time_counts_from_the_start_of_the_process(tmp_path, monkeypatch):
+    monkeypatch.setenv(directory.REPLACES_A_PROCESS, directory.HAS_SAVED)
+    started = []
+    monkeypatch.setattr(runner, "run", lambda config: started.append(config.started) or SimpleNamespace(objective=None))
+    launch.launch(runs.configure(tmp_path, *runs.MODELS["mlp"], "train.max_time=1h"))
+    assert started == [psutil.Process().create_time()]

@@ -10,6 +10,7 @@ import psutil
 from trainapp.config.schema import Config
 from trainapp.launch import environment
 from trainapp.launch.process import prepare_process, uses_expandable_segments
+from trainapp.run.directory import REPLACES_A_PROCESS
 from trainapp.signals import StopRequest
 
 
@@ -38,6 +39,8 @@ def launch(config: Config, by_launcher: bool = False) -> float | None:
     # torch checks CUBLAS_WORKSPACE_CONFIG once, at the process's first matmul on CUDA (2.13, ATen/Context.cpp): if it
     # is unset then, a later job of the sweep with train.deterministic=true is refused. Not set for every run:
     # before Hopper it makes each of cuBLAS's workspaces 24 MiB larger.
+    if REPLACES_A_PROCESS in os.environ:  # `train.max_time` counts from the start of the process that it replaces
+        config = dataclasses.replace(config, started=psutil.Process().create_time())
     prepare_process(uses_expandable_segments(config), config.train.deterministic or by_launcher)
 
     # Each mode imports what it needs: torch, and its own room.

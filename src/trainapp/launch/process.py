@@ -1,5 +1,6 @@
 """What a process needs before torch is imported: variables that malloc, torch and cuBLAS read once."""
 
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import NoReturn
 
 from trainapp.config.schema import Config
 from trainapp.memory import host
-from trainapp.run.directory import REPLACES_A_PROCESS
+from trainapp.run.directory import HAS_NOT_SAVED, HAS_SAVED, REPLACES_A_PROCESS
 
 # On import, torch 2.13 reads the first of these that is set: c10/cuda/CUDAAllocatorConfig.h. (The second only in a ROCm
 # build.)
@@ -34,9 +35,22 @@ def _is_wsl() -> bool:
         return False
 
 
-def replace_process(run_dir: str) -> NoReturn:
-    """Continue the run in a new process, in place of this one: for whoever waits for it nothing changes."""
-    os.environ[REPLACES_A_PROCESS] = "1"
+def replace_process(run_dir: str, has_saved: bool) -> NoReturn:
+    """Continue the run in a new process, in place of this one: for whoever waits for it nothing changes.
+
+    Args:
+        run_dir: of the run.
+        has_saved: whether this process has saved a checkpoint there.
+    """
+    if has_saved:
+        os.environ[REPLACES_A_PROCESS] = HAS_SAVED
+    else:
+        os.environ.setdefault(REPLACES_A_PROCESS, HAS_NOT_SAVED)  # unless the process before has
+
+    # Loader workers watch for the end of this process's number, which the new one keeps.
+    for worker in multiprocessing.active_children():
+        worker.kill()
+        worker.join()
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", "trainapp", "continue", run_dir])

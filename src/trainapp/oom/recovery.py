@@ -248,7 +248,8 @@ def end_process(session: Session, failure: Failure, decision: Decision) -> NoRet
 
     # End at once where other ranks wait in collectives.
     if is_one_process:
-        raise MustRestart(f"{one_line(failure)}\n{_how_to_continue(session)}")
+        has_saved = session.checkpointer.has_saved
+        raise MustRestart(f"{one_line(failure)}\n{_how_to_continue(session)}", has_saved)
     log.warning("rank %d: %s", session.ranks.rank, one_line(failure))
     logging.shutdown()
     os._exit(OUT_OF_MEMORY_EXIT)

@@ -21,7 +21,10 @@ from trainapp.errors import UserError
 from trainapp.report.run_files import newest_manifest
 
 LOCK = "run.lock"
-REPLACES_A_PROCESS = "TRAINAPP_REPLACES_A_PROCESS"  # a variable: set where the run goes on in place of a broken process
+# A variable, set where the run goes on in place of a broken process: whether that run has saved a checkpoint.
+REPLACES_A_PROCESS = "TRAINAPP_REPLACES_A_PROCESS"
+HAS_SAVED = "has saved"
+HAS_NOT_SAVED = "has not saved"
 IN_USE = "another run is using this directory"  # in the message of `acquire`
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _POLL = 0.05  # seconds
@@ -33,6 +36,13 @@ _held: dict[Path, int] = {}  # the file descriptors of this process's locks
 def has_restarted() -> bool:
     """Return whether a launcher has restarted this run's workers, or its only process has replaced itself."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 or REPLACES_A_PROCESS in os.environ
+
+
+def may_have_saved() -> bool:
+    """Return whether the newest checkpoint in the directory may be this run's, saved before a restart. Workers of a
+    launcher do not know.
+    """
+    return has_restarted() and os.environ.get(REPLACES_A_PROCESS) != HAS_NOT_SAVED
 
 
 def acquire(run_dir: Path, patience: float = 0.0) -> None:

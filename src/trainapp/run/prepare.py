@@ -47,8 +47,9 @@ def prepare(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Session:
     """Return a session ready for its next step: built, restored from a checkpoint, sizes chosen, files open."""
     # The checkpoint, and the settings that it decides.
     config = start.config
-    has_restarted = any(ranks.all_gather_object(directory.has_restarted()))  # torchrun counts each node's own failures
-    checkpoint = answered_by_rank_zero(ranks, lambda: resume.origin(config, has_restarted))
+    restarts = ranks.all_gather_object((directory.has_restarted(), directory.may_have_saved()))
+    has_restarted, may_have_saved = map(any, zip(*restarts, strict=True))  # torchrun counts each node's own failures
+    checkpoint = answered_by_rank_zero(ranks, lambda: resume.origin(config, may_have_saved))
     if checkpoint is not None:
         config = resume.as_saved(config, checkpoint)
     stop.at_work = functools.partial(AtWork, is_saved=checkpoint is not None and config.continues)

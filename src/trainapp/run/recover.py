@@ -67,7 +67,7 @@ def _restart(session: Session, failure: Failure, decision: Decision) -> SessionS
     config = session.config
     session.checkpointer.finish()
     # Until this run has saved one, its directory may have those of another branch, or of an earlier run.
-    has_checkpoints = session.checkpointer.has_saved or any(session.ranks.all_gather_object(directory.has_restarted()))
+    has_checkpoints = session.checkpointer.has_saved or any(session.ranks.all_gather_object(directory.may_have_saved()))
     checkpoint = answered_by_rank_zero(session.ranks, lambda: resume.origin(config, has_checkpoints))
     if checkpoint is None:
         checkpoint_step = 0

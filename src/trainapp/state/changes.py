@@ -74,6 +74,8 @@ def _is_equal(a: Any, b: Any) -> bool:
         return all(_is_equal(value, b[name]) for name, value in a.items())
     if isinstance(a, (list, tuple, deque)):
         return len(a) == len(b) and all(map(_is_equal, a, b))
+    if isinstance(a, np.ndarray) and a.dtype.hasobject:  # the objects are compared as those of a list are
+        return a.shape == b.shape and all(map(_is_equal, a.flat, b.flat))
     return isinstance(a, PLAIN) and np.array_equal(a, b)
 
 

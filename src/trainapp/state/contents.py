@@ -4,10 +4,11 @@ A `Snapshot` restores what the state of a run is made of. A trial of a task, bef
 in anything else, either: a replay buffer that is an object with a list, or a global variable.
 """
 
+import functools
 import math
 import operator
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
@@ -111,13 +112,25 @@ class _Record(Protocol):
 
 
 class Refill:
-    """The items of a container, or the attributes of an object: a shallow copy, to put back into it."""
+    """The items of a container, or the attributes of an object: a shallow copy, to put back into it.
+
+    By the methods of Python's own types: those of a subclass, such as a cache that drops old items, may do more.
+    """
 
     def __init__(self, name: str, container: Any):
         self.name = name
         self.container = container
-        # A list is the cheapest copy of a deque, too: two thirds of another deque's time.
-        self.items: Any = list(container) if isinstance(container, (list, deque)) else container.copy()
+        self.items: Any
+        if isinstance(container, OrderedDict):
+            self.items = dict(OrderedDict.items(container))
+        elif isinstance(container, dict):
+            self.items = dict.copy(container)
+        elif isinstance(container, set):
+            self.items = set(container)
+        elif isinstance(container, (list, deque)):
+            self.items = list(container)  # the cheapest copy of a deque, too: two thirds of another deque's time
+        else:  # attributes in slots
+            self.items = container.copy()
 
     def names(self) -> Collection[str]:
         return [self.name]
@@ -131,16 +144,38 @@ class Refill:
         if isinstance(self.items, set):
             return bool(self.container == self.items)
         if isinstance(self.items, dict):
-            has_same_keys = all(map(operator.is_, self.container, self.items))
-            return has_same_keys and all(map(operator.is_, self.container.values(), self.items.values()))
+            own: Any = _own_methods(self.container)
+            has_same_keys = all(map(operator.is_, own.keys(self.container), self.items))
+            return has_same_keys and all(map(operator.is_, own.values(self.container), self.items.values()))
         return all(map(operator.is_, self.container, self.items))
 
     def undo(self) -> None:
-        self.container.clear()
-        if isinstance(self.items, list):
-            self.container.extend(self.items)
+        container = self.container
+        if isinstance(container, list):
+            list.clear(container)
+            list.extend(container, self.items)
+        elif isinstance(container, deque):
+            deque.clear(container)
+            deque.extend(container, self.items)
+        elif isinstance(container, set):
+            set.clear(container)
+            set.update(container, self.items)
+        elif not isinstance(container, dict):
+            container.clear()
+            container.update(self.items)
         else:
-            self.container.update(self.items)
+            own = _own_methods(container)
+            own.clear(container)
+            for key, value in self.items.items():
+                own.__setitem__(container, key, value)
+
+
+def _own_methods(container: Any) -> Any:
+    """Return the type of Python's own whose methods read and write a dict, whatever its class makes of them."""
+    for kind in (OrderedDict, dict):
+        if isinstance(container, kind):
+            return kind
+    return type(container)  # attributes in slots
 
 
 class _Rebind:
@@ -258,8 +293,8 @@ def members_and_globals(member: Member) -> Iterator[Member]:
         return
     if isinstance(value, type):
         for attribute in vars(value).values():
-            if isinstance(attribute, types.FunctionType):
-                yield member.child("", attribute)
+            for function in _functions_of(attribute):
+                yield member.child("", function)
         for name, attribute in attributes_of_class(value).items():
             if not is_foreign(attribute):
                 yield Member(_name_of_class_attribute(value, name), attribute)
@@ -267,6 +302,18 @@ def members_and_globals(member: Member) -> Iterator[Member]:
     for users_class in type(value).__mro__:
         if not is_foreign(users_class):
             yield member.child("", users_class)
+
+
+def _functions_of(attribute: Any) -> list[types.FunctionType]:
+    """Return the functions in a class's attribute: a method, also static or of the class, or those of a property."""
+    candidates: list[Any] = [attribute]
+    if isinstance(attribute, (staticmethod, classmethod)):
+        candidates = [attribute.__func__]
+    elif isinstance(attribute, property):
+        candidates = [attribute.fget, attribute.fset]
+    elif isinstance(attribute, functools.cached_property):
+        candidates = [attribute.func]
+    return [candidate for candidate in candidates if isinstance(candidate, types.FunctionType)]
 
 
 def attributes_of_class(users_class: type) -> dict[str, Any]:
