@@ -103,6 +103,7 @@ def overrides(job: dict[str, Any]) -> list[str]:
         "user_packages=[oom_job]",
         "train.max_epochs=1",
         "schedule=constant",
+        "train.check_loss=false",  # whose trials would count as steps
         f"batch.global_size={job['global_size']}",
         f"optimizer.lr={LEARNING_RATE}",
         "optimizer.weight_decay=0",

@@ -12,6 +12,7 @@ import torch
 from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.checkpoint.directory import CheckpointDirectory
 from trainapp.checkpoint.manifest import read_manifest, write_manifest
+from trainapp.checkpoint.sample_rows import SampleRows
 from trainapp.parallel.ranks import Ranks, SingleRank
 
 SHARD, METADATA, VALUES, MANIFEST = "__0_0.distcp", ".metadata", "values.pt", "manifest.json"
@@ -28,6 +29,7 @@ class OneTensor:
 
     def __init__(self, value: float, floats: int = 1000):
         self.value = torch.full((floats,), float(value))
+        self.sample_rows = SampleRows(torch.nn.Module())
 
     def not_saved(self) -> list[str]:
         """Nothing."""

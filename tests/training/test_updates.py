@@ -380,7 +380,7 @@ class Cutting:
 
 def test_updates_that_would_cut_batches_differently_are_refused(tmp_path):
     own = generating("zoo.gans.generate", "test_updates.Cutting")
-    with pytest.raises(UserError, match=r"updates: their tasks cut batches in different ways"):
+    with pytest.raises(UserError, match=r"updates: their tasks split batches in different ways"):
         runs.run(tmp_path / "one", *own, "train.check_loss=false")
     both = [entry.replace("zoo.gans.discriminate", "test_updates.Cutting") for entry in own]
     assert runs.run(tmp_path / "both", *both, "train.max_steps=1", "train.check_loss=false").steps == 1
