@@ -535,3 +535,42 @@ class Recurring(nn.Module):
         hidden = self.cell(inputs[:, None].double(), before)
         self.hidden[rows] = hidden.detach()
         return self.head(hidden)[:, 0]
+
+
+class Queue:
+    """Features of earlier forwards, as memories of contrastive losses keep them."""
+
+    def __init__(self) -> None:
+        self.features: list[Tensor] = []
+        self.latest = torch.zeros(())
+
+
+class RemembersInEvaluation(Base):
+    """Compares with what earlier forwards have left in an object, in evaluations, too."""
+
+    def build(self, num_classes: int) -> None:
+        self.queue = Queue()
+
+    def change(self, inputs: Tensor) -> Tensor:
+        earlier = sum(self.queue.features, inputs.new_zeros(())) + self.queue.latest
+        self.remember(inputs.mean())
+        return self.linear(inputs) * earlier.detach()  # an equal change of all logits would change no loss
+
+    def remember(self, feature: Tensor) -> None:
+        if not self.training:
+            self.queue.features.append(feature)
+
+
+class RemembersATensor(RemembersInEvaluation):
+    def remember(self, feature: Tensor) -> None:
+        if not self.training:
+            self.queue.latest = feature
+
+
+class LeavesAResult(RemembersInEvaluation):
+    """What is left is written anew before it is read: a result, such as attention weights."""
+
+    def change(self, inputs: Tensor) -> Tensor:
+        self.queue.features = [inputs.mean()]
+        self.features = inputs.mean(1)
+        return 0.1 * self.queue.features[0]

@@ -85,6 +85,25 @@ def test_what_an_earlier_run_has_saved_is_not_adopted(tmp_path):
     assert not [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(tmp_path)]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_restarted_workers_do_not_adopt_it_either(tmp_path):
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    command = [sys.executable, "-u", "-m", "trainapp"]
+    workers = ("parallel=ddp", "parallel.devices=2", "batch.micro_size=4")
+    (tmp_path / "struck").touch()
+    earlier = run_cli(*RUN, *workers, cwd=tmp_path, command=command)
+    assert earlier.returncode == 0, earlier.stderr
+    wanted = [line["loss"] for line in helpers.metrics(tmp_path / "run")]
+
+    (tmp_path / "struck").unlink()
+    done = run_cli(*RUN, *workers, "every.save=null", "checkpointing.resume=none", cwd=tmp_path, command=command)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "struck").exists()
+    losses = [line["loss"] for line in helpers.metrics(tmp_path / "run")]
+    assert losses == pytest.approx(wanted, rel=1e-5)  # a resumed run would go on from the last step
+
+
 def test_its_time_counts_from_the_start_of_the_process(tmp_path, monkeypatch):
     monkeypatch.setenv(directory.REPLACES_A_PROCESS, directory.HAS_SAVED)
     started = []

@@ -1,6 +1,7 @@
 """Which failures of workers are followed by a restart, and which of the restarts count."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -98,6 +99,18 @@ def test_an_error_that_may_come_from_outside_is_worth_a_restart(tmp_path, policy
 def test_errors_of_an_earlier_run_are_none_of_this_one(tmp_path):
     fail(tmp_path, ValueError("a mistake"))
     assert RestartPolicy(tmp_path, ReceivedSignal()).decide() is Restart.COUNTED
+
+
+def test_earlier_checkpoints_are_none_of_this_run(tmp_path):
+    """Also one that the run replaces by another of the same step."""
+    manifest = tmp_path / "checkpoints/step_00000002/manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text("{}")
+    os.utime(manifest, ns=(0, 0))
+    policy = RestartPolicy(tmp_path, ReceivedSignal())
+    assert not policy.has_saved()
+    manifest.write_text("{}")
+    assert policy.has_saved()
 
 
 def test_nothing_is_restarted_after_a_signal(tmp_path):

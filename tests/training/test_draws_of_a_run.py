@@ -270,6 +270,21 @@ def test_what_evaluations_write_is_named(tmp_path, model, is_named):
     assert any(text.startswith(start) for text in result.depends_on_micro_batch) == is_named
 
 
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [("RemembersInEvaluation", "queue.features"), ("RemembersATensor", "queue.latest"), ("LeavesAResult", "")],
+)
+@pytest.mark.parametrize("steps", [2, 6])  # at the second, what changes is still compared by fingerprints
+def test_state_of_objects_that_evaluations_carry_on_is_named(tmp_path, model, named, steps):
+    """And no result that a forward leaves for others to read."""
+    settings = (*runs.own_model(f"writing_models.{model}"), "data=digits", "user_packages=[writing_models]")
+    evaluations = (f"train.max_steps={steps}", f"every.eval={steps}", "batch.eval_micro_size=50")
+    result = runs.run(tmp_path, *settings, *evaluations, "train.check_loss=false")
+    start = f"the forward writes model.{named} in evaluations, too, once per micro-batch (50)"
+    assert any(text.startswith(start) for text in result.depends_on_micro_batch) == bool(named)
+    assert bool(named) or not any("in evaluations, too" in text for text in result.depends_on_micro_batch)
+
+
 def test_a_buffer_that_is_filled_with_a_graph_is_named(tmp_path):
     settings = (*runs.own_model("writing_models.Normalises"), "data=digits", "user_packages=[writing_models]")
     (text,) = runs.run(tmp_path, *runs.STEPS_ONLY, *settings, "batch.micro_size=4").depends_on_micro_batch

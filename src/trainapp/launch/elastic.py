@@ -15,8 +15,9 @@ from trainapp.launch.devices import workers_to_start
 from trainapp.launch.forwarded_signals import ReceivedSignal, signals_forwarded
 from trainapp.launch.restarts import RestartPolicy
 from trainapp.launch.worker import Outcome, run_in_started_process, run_worker
+from trainapp.run.directory import HAS_NOT_SAVED, HAS_SAVED, REPLACES_WORKERS
 from trainapp.signals import TO_BE_CONTINUED, Interrupted
-from trainapp.torch_private import asked_before_restarts
+from trainapp.torch_private import Restart, asked_before_restarts
 
 if TYPE_CHECKING:  # not imported at run time: the launcher starts faster
     from trainapp.run.result import Result
@@ -50,13 +51,20 @@ def run_workers(config: Config) -> Outcome:
     # The launcher starts the workers, and asks the policy before it restarts them.
     received = ReceivedSignal()
     policy = RestartPolicy(Path(config.run_dir), received)
+
+    def decide() -> Restart:
+        os.environ[REPLACES_WORKERS] = HAS_SAVED if policy.has_saved() else HAS_NOT_SAVED  # restarted ones inherit it
+        return policy.decide()
+
     try:
-        with signals_forwarded(received), asked_before_restarts(policy.decide):
+        with signals_forwarded(received), asked_before_restarts(decide):
             outcomes: dict[int, Outcome] = elastic_launch(launch_config, run_in_started_process)(config)
     except ChildFailedError as error:
         if received.number:
             return _interruption(error, received.number)
         raise TrainingStopped(policy.explain(error)) from None
+    finally:
+        os.environ.pop(REPLACES_WORKERS, None)
 
     # A mistake that any rank reports is the mistake of all.
     for outcome in outcomes.values():

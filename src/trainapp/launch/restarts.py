@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from trainapp.files import LOG, json_object
+from trainapp.checkpoint.manifest import MANIFEST
+from trainapp.files import CHECKPOINTS, LOG, json_object
 from trainapp.launch.forwarded_signals import ReceivedSignal
 from trainapp.memory.detection import causes
 from trainapp.sizes.record import RESTART
@@ -45,6 +46,7 @@ class RestartPolicy:
         self._previous_errors: set[str] = set()  # the texts of the failure before
         self._recoveries = 0  # of the last restart with a smaller micro-batch
         take_errors(run_dir)  # discard those of an earlier run
+        self._earlier_checkpoints = _checkpoints(run_dir)
 
     def decide(self) -> Restart:
         """Decide on one failure. Called before the workers are restarted."""
@@ -70,6 +72,10 @@ class RestartPolicy:
         self.counted += 1
         return Restart.COUNTED
 
+    def has_saved(self) -> bool:
+        """Return whether the workers have saved a checkpoint, besides those of earlier runs in the directory."""
+        return bool(_checkpoints(self.run_dir) - self._earlier_checkpoints)
+
     def explain(self, error: ChildFailedError) -> str:
         """Return why the run ended, when the workers were not restarted any more."""
         log_hint = f"its log is in {self.run_dir}/ranks (rank 0: {LOG})"
@@ -90,6 +96,15 @@ class RestartPolicy:
         if self.memory_restarts:
             restarts += f" (and {self.memory_restarts} with a smaller micro-batch)"
         return f"rank {rank} failed (exit code {failure.exitcode}) after {restarts}: {reason}; {log_hint}"
+
+
+def _checkpoints(run_dir: Path) -> set[tuple[str, int]]:
+    """Return the names of the checkpoints in a run's directory, and when each was written, in nanoseconds."""
+    checkpoints = set()
+    for path in (run_dir / CHECKPOINTS).glob(f"step_*/{MANIFEST}"):
+        with contextlib.suppress(OSError):  # removed since
+            checkpoints.add((path.parent.name, path.stat().st_mtime_ns))
+    return checkpoints
 
 
 def write_error(run_dir: Path, rank: int, error: Exception) -> None:

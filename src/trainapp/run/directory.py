@@ -23,6 +23,8 @@ from trainapp.report.run_files import newest_manifest
 LOCK = "run.lock"
 # A variable, set where the run goes on in place of a broken process: whether that run has saved a checkpoint.
 REPLACES_A_PROCESS = "TRAINAPP_REPLACES_A_PROCESS"
+# The same, set by a launcher that starts workers in place of failed ones.
+REPLACES_WORKERS = "TRAINAPP_REPLACES_WORKERS"
 HAS_SAVED = "has saved"
 HAS_NOT_SAVED = "has not saved"
 IN_USE = "another run is using this directory"  # in the message of `acquire`
@@ -39,10 +41,11 @@ def has_restarted() -> bool:
 
 
 def may_have_saved() -> bool:
-    """Return whether the newest checkpoint in the directory may be this run's, saved before a restart. Workers of a
-    launcher do not know.
+    """Return whether the newest checkpoint in the directory may be this run's, saved before a restart. Workers of
+    torchrun do not know.
     """
-    return has_restarted() and os.environ.get(REPLACES_A_PROCESS) != HAS_NOT_SAVED
+    before = (os.environ.get(REPLACES_A_PROCESS), os.environ.get(REPLACES_WORKERS))
+    return has_restarted() and HAS_NOT_SAVED not in before
 
 
 def acquire(run_dir: Path, patience: float = 0.0) -> None:

@@ -453,6 +453,8 @@ class Snapshot:
                     is_number = isinstance(new.get(name), (int, float))
                     if is_registry or is_number or not only_state:
                         changed.append(joined(holder, name))
+        if not state.fingerprints and not only_state:  # containers by what they hold; fingerprints tell more
+            changed.extend(container.name for container in before.containers if not container.is_unchanged())
         distinct = dict.fromkeys(changed)
         return [name for name in distinct if with_data or not _is_of_data(name)]
 

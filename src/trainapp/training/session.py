@@ -79,7 +79,8 @@ class Evaluation:
     totals: Totals | None = None  # so far, for the current data set
     complete: bool = False  # whether all ranks have finished its micro-batches
     before: State | None = None  # of model, task and data, to which the current data set's evaluation returns
-    written: Collection[str] = ()  # state that the forward of its first micro-batch has written
+    written: Collection[str] = ()  # state that the forward of its first micro-batch has written, or may have
+    is_tried_without: bool = False  # whether the second micro-batch shows if these are state: see `carried_state`
     embedded: Any = None  # its embeddings so far, if the loss compares them: see `training.evaluation`
     finished: dict[str, dict[str, Any]] = field(default_factory=dict)  # metrics of the sets already evaluated, by name
     last: dict[str, float] = field(default_factory=dict)  # as logged, in this process
@@ -129,6 +130,7 @@ class Session:
     step_metrics: dict[str, float] = field(default_factory=dict)  # to be logged: those of the step's finished updates
     topics_of_trials: frozenset[str] = frozenset()  # of what depends on the micro-batch, known before the first step
     compared_names: set[str] = field(default_factory=set)  # of state that forwards write: compared between ranks
+    evaluated_sets: set[str] = field(default_factory=set)  # names of sets of which two micro-batches were evaluated
     exactness_checks_left: int = 0  # updates that `train.check_exactness` has yet to compare
     sizes: Sizes = field(init=False)  # micro-batch sizes; chosen after a checkpoint is read
 

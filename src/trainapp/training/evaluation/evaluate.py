@@ -17,6 +17,12 @@ from trainapp.signals import Stopped
 from trainapp.training import callback_calls, stopping
 from trainapp.training.dependence import warn_of_writes_in_evaluation
 from trainapp.training.engine import Totals
+from trainapp.training.evaluation.carried_state import (
+    as_numbers,
+    evaluate_without_earlier,
+    record_writes,
+    warn_of_carried_state,
+)
 from trainapp.training.evaluation.half_batch import try_half
 from trainapp.training.evaluation.loop import as_evaluated, each_micro_batch
 from trainapp.training.evaluation.objective import record_objective
@@ -159,7 +165,7 @@ def _totals_of_set(session: Session, name: str, batches: EvalBatches) -> Totals:
     with as_evaluated(session.engine, name):
         if not current.complete:  # otherwise one rank alone repeats what follows
             compute = functools.partial(_totals_with, session)
-            keep = functools.partial(_keep, session, per_sample_copies(session), batches.is_stream)
+            keep = functools.partial(_keep, session, name, per_sample_copies(session), batches.is_stream)
             each_micro_batch(session, fetched, compute, keep)
             current.complete = True
 
@@ -178,11 +184,17 @@ def _totals_with(session: Session, micro: MicroBatch) -> Totals:
     if checks_samples:
         try_half(session, micro, functools.partial(_require_samples_first, session))
 
+    without_earlier = None
+    if current.is_tried_without:
+        without_earlier = evaluate_without_earlier(session, micro)
+
     task = session.task if current.embedded is None else current.embedded.task
     loss, count, metrics = session.engine.evaluate(task, micro.data)
     if checks_samples:
         session.metrics.require_samples_first(metrics, micro.samples)
     metric_sums = evaluate_metrics(metrics, session.metrics.names)
+    if without_earlier is not None and micro.real:
+        warn_of_carried_state(session, micro, without_earlier, as_numbers(loss, count, metric_sums))
     if micro.real:
         session.metrics.update(metrics)
 
@@ -204,12 +216,13 @@ def _require_samples_first(session: Session, micro: MicroBatch) -> None:
 
 
 def _keep(
-    session: Session, copies: dict[str, torch.Tensor], is_stream: bool, micro: MicroBatch, totals: Totals
+    session: Session, name: str, copies: dict[str, torch.Tensor], is_stream: bool, micro: MicroBatch, totals: Totals
 ) -> None:
     """Take the totals of a complete micro-batch.
 
     Args:
         session: the live objects.
+        name: the set's name.
         copies: see `require_own_rows`.
         is_stream: whether micro-batches may be the time steps of sequences, over which state is carried by design.
         micro: the micro-batch.
@@ -223,10 +236,14 @@ def _keep(
 
     # State that the first micro-batch writes and the second may read.
     if is_first:
-        current.written = () if is_stream else session.snapshot.changed(only_state=True)
-    elif current.written and micro.real:
-        warn_of_writes_in_evaluation(session, current.written, micro.samples)
+        if not is_stream:
+            record_writes(session, name not in session.evaluated_sets)
+    else:
+        if current.written and not current.is_tried_without and micro.real:
+            warn_of_writes_in_evaluation(session, current.written, micro.samples)
         current.written = ()
+        current.is_tried_without = False
+        session.evaluated_sets.add(name)
     if current.embedded is not None:
         current.embedded.keep(micro.real)
     session.metrics.awaits_samples_first = False
