@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Iterable
 
 import pytest
+import runs
 import torch
 from faults import PHASES, Fault, Injector, injected
 from harness import Recorded
@@ -17,6 +18,7 @@ from trainapp.memory.cpu import CpuMemory
 from trainapp.oom import recovery
 from trainapp.run import runner
 from trainapp.run.recover import recover
+from trainapp.training.engine import Engine
 
 from .conftest import MODELS, cell, limit_between, prepared, tiny
 
@@ -42,6 +44,24 @@ def test_a_process_that_cannot_recover_says_how_to_continue(tmp_path, phase, siz
     assert "the allocator of expandable segments is unusable for the rest of this process" in message
     assert f"\n  {config.command}" in message
     assert len(list((tmp_path / "oom").glob("*.json"))) == 1
+
+
+def test_an_evaluation_that_cannot_recover_says_that_it_begins_again(tmp_path, monkeypatch):
+    """No process takes its place."""
+    runs.run(tmp_path / "run", *MODELS["mlp"], "train.max_steps=1", "train.max_epochs=null")
+    resume = f"checkpointing.resume={tmp_path / 'run/checkpoints/step_00000001'}"
+    config = tiny(tmp_path / "eval", *MODELS["mlp"], "mode=eval", resume, "batch.eval_micro_size=8")
+
+    def refuse(*_):
+        raise RuntimeError("CUDA driver error: out of memory")
+
+    monkeypatch.setattr(Engine, "evaluate", refuse)
+    with pytest.raises(TrainingStopped) as caught:
+        runner.run(config)
+    message = str(caught.value)
+    assert "only a new process can do this work, with micro-batch 4 instead of 8" in message
+    advice = "Begin this mode=eval again in a new process, with a memory.limit below the driver's"
+    assert f"{advice}:\n  {config.command}" in message
 
 
 @pytest.mark.slow

@@ -238,11 +238,13 @@ def end_process(session: Session, failure: Failure, decision: Decision) -> NoRet
     is_one_process = decision.kind is RecoveryKind.END
     if change is None:
         _stop(session, failure, decision.reason, is_one_process)
-    who = "a new process continues" if is_one_process else "all ranks restart"
-    action = (
-        f"not recoverable in place ({decision.reason}): {who} from the last checkpoint with "
-        f"{_restart_size(failure, change)}"
-    )
+    if not is_one_process:
+        continuation = "all ranks restart from the last checkpoint"
+    elif session.config.activity.trains:
+        continuation = "a new process continues from the last checkpoint"
+    else:
+        continuation = "only a new process can do this work,"
+    action = f"not recoverable in place ({decision.reason}): {continuation} with {_restart_size(failure, change)}"
     failure.recovery = Recovery(change.old, change.new, action, change.fewest_samples)
     _leave_sizes(session, failure, sizes)
 
@@ -277,10 +279,9 @@ def _leave_sizes(session: Session, failure: Failure, failing: MicroBatchSizes) -
 
 
 def _how_to_continue(session: Session) -> str:
-    return (
-        "Continue from the last checkpoint in a new process, with a memory.limit below the driver's:\n"
-        f"  {session.config.command}"
-    )
+    config = session.config
+    what = "Continue from the last checkpoint" if config.activity.trains else f"Begin this mode={config.mode} again"
+    return f"{what} in a new process, with a memory.limit below the driver's:\n  {config.command}"
 
 
 def _restart_size(failure: Failure, change: SizeChange) -> str:
