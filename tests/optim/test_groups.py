@@ -134,6 +134,29 @@ def test_each_group_learns_at_its_rate(tmp_path):
     assert (line["lr"], line["lr/head"]) == (0.1, 0.5)
 
 
+class ClipsHead(torch.optim.SGD):
+    """As docs/questions.md has it."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if group.get("label") == "head.weight":
+                nn.utils.clip_grad_norm_(group["params"], 0.01)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("micro_size", [16, 4])
+def test_an_optimizer_that_clips_a_group_sees_complete_gradients(tmp_path, micro_size):
+    own = ("optimizer._target_=test_groups.ClipsHead", "optimizer.lr=1", "user_packages=[test_groups]")
+    groups = ("optimizer.groups=[{match: head.weight}]", f"batch.micro_size={micro_size}")
+    run = runs.prepare(tmp_path, *MLP, *own, *groups, "train.grad_clip=null", "train.max_steps=1")
+    before = {name: p.detach().clone() for name, p in run.state.model.named_parameters()}
+    loop.train_step(run)
+    run.close()
+    moved = {name: (before[name] - p.detach()).norm() for name, p in run.state.model.named_parameters()}
+    assert moved["head.weight"] == pytest.approx(0.01, rel=1e-4)
+    assert moved["head.bias"] > 0.02
+
+
 @pytest.mark.parametrize("optimizer", runs.options("optimizer"))
 def test_every_shipped_optimizer_takes_groups_and_resumes(tmp_path, optimizer):
     own = (*MLP, f"optimizer={optimizer}", "optimizer.groups=[{match: head, lr: 0.01}]", "optimizer.layer_decay=0.5")

@@ -198,6 +198,19 @@ def delayed(optimizer, warmup):
     return lr_scheduler.ConstantLR(optimizer, 0.1, warmup)
 
 
+def head_first(optimizer, freeze_steps: int):
+    """Of docs/training.md."""
+    factors = []
+    for group in optimizer.param_groups:
+        is_head = group.get("label") == "head"
+        factors.append(lambda step, is_head=is_head: float(is_head or step >= freeze_steps))
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
+
+
+def one_for_each_setting(optimizer):
+    return lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0, lambda step: 0.5])
+
+
 def negative(step):
     return -1.0
 
@@ -218,6 +231,27 @@ def test_a_function_of_the_step_and_one_that_builds_schedulers(tmp_path, own, ra
     name, argument = own
     runs.run(tmp_path, *MLP, f"schedule._target_=test_schedules.{name}", f"schedule.{argument}", "train.max_steps=4")
     assert [line["lr"] for line in metrics(tmp_path)] == pytest.approx(rates)
+
+
+GROUPS = "optimizer.groups=[{match: head, lr: 0.02}]"
+
+
+def test_groups_follow_schedules_of_their_own(tmp_path):
+    own = ("schedule._target_=test_schedules.head_first", "schedule.freeze_steps=2")
+    runs.run(tmp_path, *MLP, GROUPS, *own, "train.max_steps=4")
+    lines = metrics(tmp_path)
+    assert [line["lr/head"] for line in lines] == pytest.approx([0.02] * 4)
+    assert [line["lr"] for line in lines] == pytest.approx([0, 0, 0.1, 0.1])
+
+
+def test_a_schedule_for_another_number_of_groups_is_told_the_groups(tmp_path):
+    with pytest.raises(UserError) as caught:
+        runs.run(tmp_path, *MLP, GROUPS, "schedule._target_=test_schedules.one_for_each_setting", "train.max_steps=4")
+    message = str(caught.value)
+    assert (
+        "Expected 4 lr_lambdas, but got 2. The optimizer's groups are, in order: (no pattern, weight_decay=" in message
+    )
+    assert "(head, weight_decay=0.0, tensors: 1)" in message
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,14 @@ def _of_target(
     for group in optimizer.param_groups:
         group["lr"] = group.pop("initial_lr")  # a scheduler sets its own `initial_lr`
     provided["optimizer"] = optimizer
-    scheduler = targets.construct(target, settings.arguments, "schedule", user_packages, provided)
+    try:
+        scheduler = targets.construct(target, settings.arguments, "schedule", user_packages, provided)
+    except UserError as error:  # such as that a list has another length than the groups
+        if len(optimizer.param_groups) == 1 or str(len(optimizer.param_groups)) not in str(error):
+            raise
+        raise UserError(
+            f"{error}. The optimizer's groups are, in order: {_names_of(optimizer.param_groups)}"
+        ) from error
     if not isinstance(scheduler, LRScheduler):
         raise UserError(
             f"schedule._target_={name}: with a parameter `optimizer`, it must be one of torch's schedulers or return "
@@ -266,6 +273,20 @@ def _checked(function: Callable[[int], Any], name: str) -> Factor:
 
 
 # --- torch's schedulers
+
+
+def _names_of(groups: Sequence[dict[str, Any]]) -> str:
+    """Return what tells groups apart, in their order: the patterns of `optimizer.groups`, the weight decay, the number
+    of tensors.
+    """
+    names = []
+    for group in groups:
+        facts = [group.get("label", "no pattern")]
+        if "weight_decay" in group:
+            facts.append(f"weight_decay={group['weight_decay']}")
+        facts.append(f"tensors: {len(group['params'])}")
+        names.append(f"({', '.join(facts)})")
+    return ", ".join(names)
 
 
 class TorchSchedule(Schedule):
