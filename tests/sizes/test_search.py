@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainapp.sizes.search import FailedAllocation, PeakSample, SizeSearch
+from trainapp.sizes.search import RESERVE_OF_RANKS, FailedAllocation, PeakSample, SizeSearch
 
 
-def searched(first, needed, limit, resident=0, is_measured=True, clean_steps=3) -> SizeSearch:
+def searched(first, needed, limit, resident=0, is_measured=True, clean_steps=3, reserve=0.0) -> SizeSearch:
     """A search that has ended, with its failures and steps. needed: bytes of a size beyond what is resident."""
-    search = SizeSearch(first, clean_steps)
+    search = SizeSearch(first, clean_steps, reserve=reserve)
     search.failures, search.steps, headroom = 0, 0, limit - resident
     for _ in range(500):
         search.steps += 1
@@ -46,6 +46,18 @@ def test_at_most_four_failures_to_the_largest_that_fits(shape, largest, times):
     search = searched(max(largest + 1, int(times * largest)), needed, limit, resident=5000)
     assert is_near(search.size, largest), search
     assert search.failures <= 4
+
+
+@pytest.mark.parametrize("largest", [33, 64, 100, 333])
+@pytest.mark.parametrize("times", [1.1, 2, 3.7, 8])
+def test_several_ranks_give_back_three_percent(largest, times):
+    """And it ends as early: not one sample after the other."""
+    first = max(largest + 1, int(times * largest))
+    search = searched(first, lambda n: 10 * n, 10 * largest, reserve=RESERVE_OF_RANKS)
+    alone = searched(first, lambda n: 10 * n, 10 * largest)
+    assert search.size <= 0.97 * largest
+    assert search.size >= 0.91 * largest
+    assert search.steps <= alone.steps + 2 * search.clean_steps
 
 
 def test_far_from_what_fits_it_takes_two_more():

@@ -253,6 +253,7 @@ def end_process(session: Session, failure: Failure, decision: Decision) -> NoRet
         has_saved = session.checkpointer.has_saved
         raise MustRestart(f"{one_line(failure)}\n{_how_to_continue(session)}", has_saved)
     log.warning("rank %d: %s", session.ranks.rank, one_line(failure))
+    session.ranks.announce_end()
     logging.shutdown()
     os._exit(OUT_OF_MEMORY_EXIT)
 

@@ -17,6 +17,8 @@ they exchange what failed and what was lost, agree on the size, and retry.
 
 import contextlib
 import datetime
+import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
@@ -27,9 +29,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainapp.errors import UserError
+from trainapp.parallel.peer_watch import PeerWatch
 from trainapp.torch_private import outside_dispatch_modes
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 STOP_KEY = "stop"  # of the store: the number of a signal
 STORE_INTERVAL = 0.2  # seconds between two looks at the store
 OUT_OF_MEMORY_EXIT = 82  # a worker's exit code: memory ran out and could not be recovered in place
@@ -111,6 +115,9 @@ class Ranks:
             failed: this rank's vote.
         """
         return failed
+
+    def announce_end(self) -> None:
+        """Let the other ranks end at once, too, before this one ends without having cast a vote. Not collective."""
 
     def reset_votes(self) -> None:
         """Allow votes again. Call after all ranks have left an aborted step, before the next vote."""
@@ -205,6 +212,9 @@ class DistributedRanks(Ranks):
         self._store = getattr(self._side_group, "get_group_store", lambda: None)()
         self._announced_signal = 0
         self._store_read_at = 0.0  # by `time.monotonic()`
+        self._peer_watch: PeerWatch | None = None
+        if self._store is not None:
+            self._peer_watch = PeerWatch(self._store, self._leave_with_peer)
 
         # The exchange of flags that a step has started
         self._flag_work: dist.Work | None = None
@@ -212,6 +222,8 @@ class DistributedRanks(Ranks):
 
     def release_groups(self) -> None:
         """Drop the process groups, after the last collective."""
+        if self._peer_watch is not None:
+            self._peer_watch.close()
         self.cancel_flag_exchange()
         self._vote_group = None
         self._side_group = None
@@ -246,6 +258,16 @@ class DistributedRanks(Ranks):
         self._aborted = failures > 0
         self.votes += 1
         return self._aborted
+
+    def announce_end(self) -> None:
+        if self._peer_watch is not None:
+            self._peer_watch.announce()
+
+    def _leave_with_peer(self) -> None:
+        """End this process for a peer that has run out of memory, from the thread that watches for it."""
+        log.warning("rank %d: ends, since another rank has run out of memory; the launcher restarts all", self.rank)
+        logging.shutdown()
+        os._exit(OUT_OF_MEMORY_EXIT)
 
     def reset_votes(self) -> None:
         self._aborted = False

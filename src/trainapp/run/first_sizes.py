@@ -16,6 +16,7 @@ from trainapp.sizes.autotuner import Autotuner
 from trainapp.sizes.micro_batches import MicroBatchSizes
 from trainapp.sizes.record import EVALUATION, Sizes, configured_size, key_of, sizes_text
 from trainapp.sizes.schedule import ScheduledSizes
+from trainapp.sizes.search import RESERVE_OF_RANKS
 from trainapp.techniques import catalogue
 from trainapp.training.session import Session
 from trainapp.units import bytes_text, listed
@@ -97,7 +98,8 @@ def initial_sizes(
     def new_sizes(start: int, smallest: int) -> MicroBatchSizes:
         if must_stay_whole:
             smallest = start
-        return MicroBatchSizes(start, config.oom.clean_steps, grow=grows, smallest=smallest)
+        reserve = RESERVE_OF_RANKS if session.ranks.world_size > 1 else 0.0
+        return MicroBatchSizes(start, config.oom.clean_steps, grow=grows, smallest=smallest, reserve=reserve)
 
     # Training, by update.
     begins_anew = False

@@ -114,13 +114,14 @@ class MicroBatchSizes:
 
     Args:
         start: the size of the first shape; no later one begins with more.
-        clean_steps, grow, smallest: see `SizeSearch`.
+        clean_steps, grow, smallest, reserve: see `SizeSearch`.
     """
 
     start: int
     clean_steps: int = 3
     grow: bool = True
     smallest: int = 1
+    reserve: float = 0.0
     searches: dict[int, SizeSearch] = field(default_factory=dict)  # by bucket
     # What this rank has run, by bucket.
     history: defaultdict[int, ShapeHistory] = field(default_factory=lambda: defaultdict(ShapeHistory))
@@ -229,7 +230,7 @@ class MicroBatchSizes:
                     size_of_as_many_elements = int(failed.size * failed_bucket / bucket)
                     size = min(size, size_of_as_many_elements)
         size = min(max(size, self.smallest), self.start)
-        return SizeSearch(size, self.clean_steps, self.grow, self.smallest)
+        return SizeSearch(size, self.clean_steps, self.grow, self.smallest, self.reserve)
 
     def _stored_search(self, bucket: int) -> SizeSearch:
         """Return a bucket's search; store a new one. Call on all ranks."""
@@ -465,7 +466,7 @@ class MicroBatchSizes:
         if is_lower:
             self.start = min(self.start, saved["start"])
         for bucket, search_state in saved["buckets"].items():
-            search = SizeSearch(self.start, self.clean_steps, self.grow, self.smallest)
+            search = SizeSearch(self.start, self.clean_steps, self.grow, self.smallest, self.reserve)
             search.load_state_dict(search_state, largest_size=self.start)
             self.searches[int(bucket)] = search
         self.is_unvalidated = True

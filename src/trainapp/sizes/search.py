@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 SAFETY_FACTOR = 0.98  # fraction tried of the size at which the line reaches the limit
+# Fraction of the limit that several ranks leave free: they do not vote on a validated size any more, and an error then
+# costs all of them the steps since the last checkpoint.
+RESERVE_OF_RANKS = 0.03
 SMALLEST_GAIN = 0.05  # smallest relative gain worth risking a failed step
 # Fraction of a request by which memory in use may differ between two attempts, as by a sum per metric.
 USAGE_TOLERANCE = 0.01
@@ -81,14 +84,16 @@ class FailedAllocation(NamedTuple):
 class SizeSearch:
     """The micro-batch size for one kind of work on one shape of data. Sizes are samples per forward on one rank.
 
-    clean_steps: successes in a row until a size is validated and, if `grow`, a larger one is tried. Independent of
-    runs: the caller reports what fitted and what failed.
+    clean_steps: successes in a row until a size is validated and, if `grow`, a larger one is tried. reserve: the
+    fraction of the largest size that fits, by the peaks, which is left out; a validated size that is larger is given
+    back. Independent of runs: the caller reports what fitted and what failed.
     """
 
     size: int
     clean_steps: int = 3
     grow: bool = True
     smallest: int = 1  # no micro-batch has fewer samples: some models cannot train on single ones
+    reserve: float = 0.0
     clean: int = 0  # clean steps with this size so far, also before a resume
     clean_in_process: int = 0  # those of this process: a new one may have less memory, so it watches a size again
     largest_validated: int = 0
@@ -107,7 +112,7 @@ class SizeSearch:
 
     def record_success(self, largest: int, peak: PeakSample | None = None, has_flushed: bool = False) -> int | None:
         """Record a clean step. Return the size to try next, if it is another one: larger or, after the second step with
-        a flush, smaller.
+        a flush or without a reserve, smaller.
 
         Args:
             largest: samples of the largest micro-batch in it; only full-size ones count.
@@ -137,16 +142,16 @@ class SizeSearch:
         if self.clean < self.clean_steps:
             return None
 
-        # The size is validated: try a larger one, if any is worth it.
+        # The size is validated: give back what leaves too little, or try a larger one, if any is worth it.
         self.largest_validated = max(self.largest_validated, self.size)
         if self.search_has_ended or not self.grow:
             return None
-        larger = self._larger_size()
-        if larger is None:
+        next_size = self._size_with_reserve() or self._larger_size()
+        if next_size is None:
             self.search_has_ended = True
         else:
-            self.try_size(larger)
-        return larger
+            self.try_size(next_size)
+        return next_size
 
     def is_full_size(self, samples: int) -> bool:
         """Return whether a micro-batch of so many samples is one of this size.
@@ -325,7 +330,7 @@ class SizeSearch:
 
     def _largest_fitting(self, too_large: int) -> float:
         """Return the size below the smallest one that is `too_large` at which the line through it and a neighbour
-        reaches the limit: the next smaller measured size, or the next larger one, or the origin.
+        reaches the limit, less the reserve: the next smaller measured size, or the next larger one, or the origin.
         """
         needed, headroom = self.peaks[too_large]
         smaller = [size for size in self.peaks if size < too_large]
@@ -336,7 +341,24 @@ class SizeSearch:
             neighbour = max(smaller) if smaller else min(larger)
             excess_of_neighbour = self.peaks[neighbour].needed - self.peaks[neighbour].headroom
         rise = (needed - headroom - excess_of_neighbour) / (too_large - neighbour)  # bytes per sample
-        return too_large - (needed - headroom) / rise if rise > 0 else 0.0
+        if rise <= 0:
+            return 0.0
+        return (1 - self.reserve) * (too_large - (needed - headroom) / rise)
+
+    def _size_with_reserve(self) -> int | None:
+        """Return the next size after a validated one that leaves less than the reserve, and exclude that one. None if
+        it leaves enough.
+        """
+        if not self.reserve or not self.grow or self.size not in self.peaks:
+            return None
+        needed, headroom = self.peaks[self.size]
+        if needed <= (1 - self.reserve) * headroom:
+            return None
+        smaller = max(self.smallest, int(self._size_at_limit()))
+        if smaller >= self.size:
+            return None
+        self.smallest_failing = self.size
+        return smaller
 
     def _larger_size(self) -> int | None:
         """Return the next size after a validated one; None if the line or a failure excludes every one worth trying."""
@@ -357,7 +379,9 @@ class SizeSearch:
         return max(self.size + 1, int(next_size))
 
     def _size_at_limit(self) -> float:
-        """Return the size at which the line through the measured peaks reaches the limit; inf if it never does."""
+        """Return the size at which the line through the measured peaks reaches the limit, less the reserve; inf if it
+        never does.
+        """
         if self.size not in self.peaks:
             return math.inf
         needed, headroom = self.peaks[self.size]
@@ -370,4 +394,4 @@ class SizeSearch:
         rise = needed - needed_by_smaller
         if rise <= 0:
             return math.inf
-        return self.size + (headroom - needed) * (self.size - smaller) / rise
+        return (1 - self.reserve) * (self.size + (headroom - needed) * (self.size - smaller) / rise)

@@ -1,0 +1,56 @@
+"""A thread on each rank that ends its process when another rank has ended, since memory ran out where no vote was cast.
+
+A rank that waits in a collective cannot act on the launcher's SIGTERM: NCCL waits outside of Python. The launcher would
+kill it 30 seconds later, and restart the workers only then.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+INTERVAL = 0.2  # seconds between two looks at the store, of which one takes 30 microseconds on one machine
+log = logging.getLogger(__name__)
+
+
+class PeerWatch:
+    """Looks for a key of the store that a rank sets before it ends.
+
+    Args:
+        store: shared by the ranks.
+        leave: called, in the thread, once another rank has set the key. It does not return.
+    """
+
+    def __init__(self, store: dist.Store, leave: Callable[[], None]):
+        # A launcher may keep its store when it restarts workers.
+        self._key = f"out of memory, restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._store = store
+        self._leave = leave
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._watch, name="peer watch", daemon=True).start()
+
+    def announce(self) -> None:
+        """Tell the other ranks that this one is about to end, and wait until they have had the time to see it: the
+        store may end with this process.
+        """
+        self._is_closed.set()
+        with contextlib.suppress(RuntimeError):  # the store's host may have left
+            self._store.set(self._key, "")
+            time.sleep(2 * INTERVAL)
+
+    def close(self) -> None:
+        """End the watch, after the last collective."""
+        self._is_closed.set()
+
+    def _watch(self) -> None:
+        while not self._is_closed.wait(INTERVAL):
+            try:
+                is_announced = self._store.check([self._key])
+            except RuntimeError:  # the store's host has left: the launcher ends the others
+                return
+            if is_announced and not self._is_closed.is_set():
+                self._leave()
