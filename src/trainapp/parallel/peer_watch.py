@@ -9,12 +9,19 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-
-import torch.distributed as dist
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 INTERVAL = 0.2  # seconds between two looks at the store, of which one takes 30 microseconds on one machine
 log = logging.getLogger(__name__)
+
+
+class Store(Protocol):
+    """What is used of a store of torch.distributed."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def check(self, keys: Sequence[str]) -> bool: ...
 
 
 class PeerWatch:
@@ -25,7 +32,7 @@ class PeerWatch:
         leave: called, in the thread, once another rank has set the key. It does not return.
     """
 
-    def __init__(self, store: dist.Store, leave: Callable[[], None]):
+    def __init__(self, store: Store, leave: Callable[[], None]):
         # A launcher may keep its store when it restarts workers.
         self._key = f"out of memory, restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store = store
