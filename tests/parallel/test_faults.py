@@ -13,6 +13,7 @@ from faults import Fault, environment, fired
 from helpers import metrics, result
 from runs import differences
 
+from trainapp.files import LOG
 from trainapp.signals import TO_BE_CONTINUED
 
 from .launching import SABOTAGED, Ended, Launched, checkpoint, command, launch
@@ -109,7 +110,7 @@ def test_without_votes_all_restart_from_the_last_checkpoint(reference, restarted
     log = (run_dir / "ranks" / "rank_1.log").read_text()
     assert "all ranks restart from the last checkpoint with micro-batch 2 instead of 4" in log
     assert "ranks do not vote with parallel.vote_on_oom=never" in log
-    peer = (run_dir / "ranks" / "rank_0.log").read_text()
+    peer = (run_dir / LOG).read_text()
     assert "rank 0: ends, since another rank has run out of memory" in peer
     schedule = result(run_dir)["micro_schedule"]
     assert (schedule["3"], sorted(schedule["4"].values())) == (2, [2, 4])
