@@ -45,7 +45,7 @@ def test_overhead_compares_loops_that_do_the_same_work(tmp_path):
     assert len(ratios) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_precisions_are_compared_with_fp32():
     printed = run("precision_speed.py", "--cases", "resnet", "--rounds", "1", "--steps", "1", "--threads", "1")
     table = rows(printed)
@@ -92,7 +92,7 @@ def test_startup_prints_its_tables_and_help_is_without_torch():
     assert "import torch" not in found  # the bare script imports it, too
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_compares_loops_that_do_the_same_work(tmp_path):
     found = rows(run("ranks.py", "--rounds", "2", "--steps", "3", "--width", "16", "--json", str(tmp_path / "j")))
     assert float(found["trainapp, votes"][1]) > 0
@@ -100,7 +100,7 @@ def test_ranks_compares_loops_that_do_the_same_work(tmp_path):
     assert {len(own) for strategy in ("ddp", "fsdp") for own in seconds[strategy].values()} == {2}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_soak_ends_as_the_undisturbed_run():
     printed = run("soak.py", "--kills", "1", "--steps", "60")
     assert "steps lost 0, steps repeated 0" in printed
@@ -137,7 +137,7 @@ def test_precision_curves_have_every_run(tmp_path):
     assert picture.stat().st_size > 1000
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_scale_measures_small_and_large_alike(tmp_path):
     found = rows(run("scale.py", "--sizes", "1000", "100000000", "--runs", "1", "--json", str(tmp_path / "j")))
     assert float(found["1e+08"][0]) < 100  # milliseconds

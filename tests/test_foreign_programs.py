@@ -29,6 +29,7 @@ def test_an_example_is_compared(tmp_path):
     assert found["is_resumed_exactly"]
 
 
+@pytest.mark.nightly
 def test_a_flat_script_is_compared():
     done = run(STAND_INS / "nanogpt", *STEPS)
     assert done.returncode == 0, done.stdout + done.stderr

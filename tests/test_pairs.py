@@ -194,10 +194,10 @@ COMPILED = in_two_parts(FACTORS, {pair for pair in all_pairs(FACTORS) if "train.
 # With each push: the first rows have most of the pairs, four of five on one rank; each later one adds few. Those with
 # extras are last.
 OFTEN = {
-    *ALONE[:24],
+    *ALONE[:20],
     *(next(row for row in ALONE if extra in row) for extra in OF_EXTRAS),
-    *TOGETHER[:8],
-    *COMPILED[:3],
+    *TOGETHER[:5],
+    *COMPILED[:2],
 }
 
 

@@ -74,7 +74,11 @@ def exported(tmp_path, name, *overrides):
 
 
 BF16 = ("adapter.base_dtype=bf16", "precision=bf16")  # shards of two dtypes
-ON_TWO = [("fsdp", (), 1e-5), ("fsdp", BF16, 2e-2), pytest.param("ddp", (), 1e-5, marks=pytest.mark.nightly)]
+ON_TWO = [
+    pytest.param("fsdp", (), 1e-5, marks=pytest.mark.nightly),
+    ("fsdp", BF16, 2e-2),
+    pytest.param("ddp", (), 1e-5, marks=pytest.mark.nightly),
+]
 
 
 @pytest.mark.slow
