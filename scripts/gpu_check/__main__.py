@@ -41,7 +41,7 @@ STEPS = (
     Step("two_ranks", "two processes on one device over gloo, an error in each phase", 35),
     Step("one_rank", "one rank over NCCL: groups, mesh, rewrapping, background checkpoints", 40),
     Step("speed", "steps per second against hand-written loops; steps that wait for the device", 50),
-    Step("draws", "the time of draws by sample against torch's own", 25),
+    Step("draws", "the time of draws by sample, and of AdamW in low precision, against torch's kernels", 30),
     Step("planned_peaks", "the plan's peaks against those of 25 runs", 50),
 )
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from trainapp.optim import fused_adamw
 from trainapp.optim.quantizer import BLOCKS, Quantizer
 from trainapp.torch_private import local
 
@@ -87,24 +88,40 @@ class AdamW(torch.optim.Optimizer):
             self._allocate(parameter, state)
         state["step"] += 1
 
-        # The rounding's random numbers depend on the step and the parameter alone. Below 2 ** 32 for long: the CPU's
-        # generator takes the lower half of a seed (ATen/core/MT19937RNGEngine.h).
+        # The rounding's random numbers depend on the step and the parameter alone.
         index = self._index.setdefault(parameter, len(self._index))
-        generator.manual_seed(state["step"] * 65_537 + index)
 
-        # In pieces, so that temporaries of large parameters stay small.
         assert parameter.grad is not None
         weight = local(parameter)
+        gradient = local(parameter.grad)
+        if fused_adamw.can_update(weight, gradient):
+            mean = self._moment(state, "exp_avg")
+            square = self._moment(state, "exp_avg_sq")
+            fused_adamw.update(weight, gradient, mean, square, state["step"], index, group)
+            return
+        # Below 2 ** 32 for long: the CPU's generator takes the lower half of a seed (ATen/core/MT19937RNGEngine.h).
+        generator.manual_seed(state["step"] * 65_537 + index)
+        self._update_in_pieces(weight, gradient, state, group, generator)
+
+    def _update_in_pieces(
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        generator: torch.Generator,
+    ) -> None:
+        """Update a parameter by torch's kernels, in pieces, so that temporaries of large ones stay small."""
         flat_weight = weight.reshape(-1)
-        flat_gradient = local(parameter.grad).reshape(-1)
+        flat_gradient = gradient.reshape(-1)
         size = PIECE_SIZES.get(weight.device.type, DEFAULT_PIECE_SIZE)
         for start in range(0, len(flat_weight), size):
             piece = slice(start, min(start + size, len(flat_weight)))
             # Computed in fp32, whatever the dtypes of moments, weight and gradient.
             moments = {name: self._read(state, name, piece) for name in _MOMENTS}
             new_weight = flat_weight[piece].to(torch.float32, copy=True)
-            gradient = flat_gradient[piece].to(torch.float32, copy=True)
-            _apply_adamw(new_weight, gradient, moments["exp_avg"], moments["exp_avg_sq"], state["step"], group)
+            new_gradient = flat_gradient[piece].to(torch.float32, copy=True)
+            _apply_adamw(new_weight, new_gradient, moments["exp_avg"], moments["exp_avg_sq"], state["step"], group)
             # Back to those dtypes, rounded stochastically.
             for name, values in moments.items():
                 self._write(state, name, piece, values, generator)
@@ -127,6 +144,12 @@ class AdamW(torch.optim.Optimizer):
             codes, scales = self._quantizers[name].empty(parameter.numel())
             state[name] = codes
             state[f"{name}_scale"] = scales
+
+    def _moment(self, state: dict[str, Any], name: str) -> fused_adamw.Moment:
+        stored = local(state[name])
+        if f"{name}_scale" not in state:
+            return fused_adamw.Moment(stored)
+        return fused_adamw.Moment(stored, state[f"{name}_scale"], self._quantizers[name])
 
     def _read(self, state: dict[str, Any], name: str, piece: slice) -> Tensor:
         """Return a slice of a moment, flat, in fp32."""

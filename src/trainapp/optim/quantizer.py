@@ -29,6 +29,7 @@ class Quantizer:
     Attributes:
         levels: the values in units of the scale, ascending.
         by_code: the same by code.
+        number_of_zero: the place of the level 0 in `levels`; 0 if there is none.
     """
 
     def __init__(self, kind: Any, of_roots: bool, device: torch.device):
@@ -40,13 +41,13 @@ class Quantizer:
         self.levels = torch.tensor(levels, device=device)
 
         # A level's code is its distance from the level 0, modulo the number of codes: an empty state is all zeros.
-        self._number_of_zero = 0
+        self.number_of_zero = 0
         if not of_roots:
-            self._number_of_zero = levels.index(0.0)
+            self.number_of_zero = levels.index(0.0)
         self._mask = 255 if kind == "8bit" else 15
         by_code = [0.0] * (self._mask + 1)
         for number, level in enumerate(levels):
-            code = (number - self._number_of_zero) & self._mask
+            code = (number - self.number_of_zero) & self._mask
             by_code[code] = level
         self.by_code = torch.tensor(by_code, device=device)
 
@@ -118,7 +119,7 @@ class Quantizer:
 
         # The code is the chosen level's distance from the level 0. Two codes of 4 bits share a byte.
         codes = is_above.to(torch.int32).add_(number_below)
-        codes.sub_(self._number_of_zero).bitwise_and_(self._mask)
+        codes.sub_(self.number_of_zero).bitwise_and_(self._mask)
         codes = codes.to(torch.uint8)
         if self.kind == "4bit":
             return codes[::2] | codes[1::2] << 4

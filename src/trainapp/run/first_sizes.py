@@ -91,29 +91,20 @@ def initial_sizes(
     configured = configured_size(config, share)
     batch_number = progress.step + progress.skipped + 1  # the coming one
 
-    is_fixed = must_stay_whole or batch.micro_schedule is not None or config.accumulation.steps != "auto"
-    # Where a failing size costs a restart of all workers, not only a retried step, no larger size is tried.
-    grows = session.retries_in_place and config.oom.grow and not is_fixed
-
-    def new_sizes(start: int, smallest: int) -> MicroBatchSizes:
-        if must_stay_whole:
-            smallest = start
-        reserve = RESERVE_OF_RANKS if session.ranks.world_size > 1 else 0.0
-        return MicroBatchSizes(start, config.oom.clean_steps, grow=grows, smallest=smallest, reserve=reserve)
-
     # Training, by update.
     begins_anew = False
     by_update = {}
     saved_for_training = saved if configured is None else {}
     for name in [update.name for update in config.updates] or [""]:
-        sizes = new_sizes(configured or share, smallest_micro_batch(session.state.model))
+        smallest = smallest_micro_batch(session.state.model)
+        sizes = _new_sizes(session, configured or share, smallest, must_stay_whole)
         sizes.schedule.recorded = dict(saved.get("used", {}).get(name, {}))
         sizes.schedule.coming = _from_batch(batch.schedules.get(name, {}), batch_number, share)
         begins_anew |= _begin(sizes, key_of(name), batch_number, restart, saved_for_training, changes)
         by_update[name] = sizes
 
     # Evaluation, which has no schedule.
-    evaluation = new_sizes(_size_of_evaluation(session, must_stay_whole), 1)
+    evaluation = _new_sizes(session, _size_of_evaluation(session, must_stay_whole), 1, must_stay_whole)
     saved_for_evaluation = saved if batch.eval_micro_size == "auto" else {}
     begins_anew |= _begin(evaluation, EVALUATION, batch_number, restart, saved_for_evaluation, changes)
     if begins_anew:
@@ -122,6 +113,18 @@ def initial_sizes(
             listed(changes.texts),
         )
     return Sizes(by_update, evaluation, _autotuner(session), *_recoveries_before(saved, restart))
+
+
+def _new_sizes(session: Session, start: int, smallest: int, must_stay_whole: bool) -> MicroBatchSizes:
+    """Return sizes that begin with `start`."""
+    config = session.config
+    is_fixed = must_stay_whole or config.batch.micro_schedule is not None or config.accumulation.steps != "auto"
+    # Where a failing size costs a restart of all workers, not only a retried step, no larger size is tried.
+    grows = session.retries_in_place and config.oom.grow and not is_fixed
+    if must_stay_whole:
+        smallest = start
+    reserve = RESERVE_OF_RANKS if session.ranks.world_size > 1 else 0.0
+    return MicroBatchSizes(start, config.oom.clean_steps, grow=grows, smallest=smallest, reserve=reserve)
 
 
 def _autotuner(session: Session) -> Autotuner | None:

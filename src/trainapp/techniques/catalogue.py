@@ -325,7 +325,7 @@ def _adamw_in_fewer_bits(state_dtype: str, share: str, bits: str) -> Technique:
     return Technique(
         f"optimizer=adamw_{state_dtype}",
         saves=f"{share} of AdamW's state",
-        costs=f"{bits} in the state, rounded stochastically; a slower optimizer step, without a fused kernel",
+        costs=f"{bits} in the state, rounded stochastically; a slower optimizer step, except by its kernel on CUDA",
         relieves=_OPTIMIZER_STATE,
         in_force=lambda config: config.optimizer.arguments.get("state_dtype") == state_dtype,
         result="rounded",
