@@ -96,6 +96,22 @@ def test_attributes_of_a_task_are_named_unless_it_has_a_state_dict(tmp_path, cap
     assert NOT_SAVED not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "named"), [("WrappedSGD", "optimizer.inner.state, optimizer.steps"), ("SharedSGD", ""), ("", "")]
+)
+def test_what_an_optimizer_holds_outside_its_state_dict_is_named(tmp_path, caplog, optimizer, named):
+    own = (f"optimizer={{_target_: writing_models.{optimizer}, lr: 0.1}}",) if optimizer else ()
+    runs.run(tmp_path, *overrides("Linear"), *own, "every.save=3")
+    assert caplog.text.count(f"{NOT_SAVED}{named}: plain attributes") == bool(named)
+    assert bool(named) or NOT_SAVED not in caplog.text
+
+
+def test_numbers_of_torchs_own_layers_are_named(tmp_path, caplog):
+    own = (*runs.own_model("writing_models.Slope"), *DIGITS, "train.max_steps=4", "every.save=2")
+    runs.run(tmp_path, *own)
+    assert caplog.text.count(f"{NOT_SAVED}act.negative_slope: plain attributes") == 1
+
+
 def test_a_state_that_no_checkpoint_can_hold_is_refused_at_the_save(tmp_path):
     """When loading it would be too late."""
     settings = overrides("Linear", "ObjectState")

@@ -574,3 +574,70 @@ class LeavesAResult(RemembersInEvaluation):
         self.queue.features = [inputs.mean()]
         self.features = inputs.mean(1)
         return 0.1 * self.queue.features[0]
+
+
+class Slope(Base):
+    """Anneals a number of torch's own layer."""
+
+    def build(self, num_classes: int) -> None:
+        self.act = nn.LeakyReLU(1.0)
+
+    def change(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.act.negative_slope *= 0.9
+        return self.act(self.linear(inputs))
+
+
+class LateScale(Base):
+    """A later stage of training, which writes more."""
+
+    def build(self, num_classes: int) -> None:
+        self.register_buffer("calls", torch.zeros(()))
+        self.scale = 1.0
+
+    def change(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1 / len(inputs)
+            if self.calls >= 3 / 64:
+                self.scale *= 0.9
+        return self.scale * self.linear(inputs)
+
+
+class WrappedSGD(torch.optim.Optimizer):
+    """Has another optimizer, whose state is not in its state dict, and counts its steps."""
+
+    def __init__(self, params, lr: float = 0.1):
+        super().__init__(params, {"lr": lr})
+        self.inner = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.param_groups = self.inner.param_groups
+        self.steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        self.inner.step()
+
+
+class SharedSGD(WrappedSGD):
+    """With the state of the other optimizer as its own, and its count in an option."""
+
+    def __init__(self, params, lr: float = 0.1):
+        super().__init__(params, lr)
+        self.state = self.inner.state
+        self.param_groups[0]["steps"] = 0
+
+    def step(self, closure=None):
+        self.param_groups[0]["steps"] += 1
+        self.inner.step()
+
+
+class Assigning(torch.optim.Optimizer):
+    """Plain SGD that gives its parameters other memory."""
+
+    def __init__(self, params, lr: float = 0.5, momentum: float = 0.0, nesterov: bool = False):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data - group["lr"] * parameter.grad

@@ -111,6 +111,17 @@ def test_writes_to_gathered_copies_are_refused(cell):
     assert "the forward writes teacher.weight, teacher.bias, of which it has gathered copies" in record.error
 
 
+NO_DECAY = "optimizer.weight_decay=null"
+
+
+def test_an_optimizer_that_assigns_data_of_shards_is_refused(cell):
+    """They are lost. With DDP they are not."""
+    own = (*own_model("writing_models.AnnealsInTraining"), "optimizer._target_=writing_models.Assigning", NO_DECAY)
+    record = cell.run(2, "parallel=fsdp", *own, "train.check_loss=false", tiny=WRITING)[0]
+    assert "the optimizer's step assigns to a parameter's `data`" in record.error
+    assert cell.run(2, "parallel=ddp", *own, "train.check_loss=false", tiny=WRITING)[0].error is None
+
+
 def resumed(cell: Cell, folder: Path, model: str, *overrides: str) -> dict[str, Any]:
     """The values in the last checkpoint of a run that was interrupted, and ends as one that was not."""
     overrides = (*own_model(f"writing_models.{model}"), *overrides, "checkpointing=standard", "every.save=3")

@@ -285,6 +285,14 @@ def test_state_of_objects_that_evaluations_carry_on_is_named(tmp_path, model, na
     assert bool(named) or not any("in evaluations, too" in text for text in result.depends_on_micro_batch)
 
 
+@pytest.mark.parametrize(("model", "name"), [("Slope", "model.act.negative_slope"), ("LateScale", "model.scale")])
+def test_numbers_of_torchs_layers_and_what_a_later_stage_writes_are_named(tmp_path, model, name):
+    settings = (*runs.own_model(f"writing_models.{model}"), "data=digits", "user_packages=[writing_models]")
+    steps = ("train.max_steps=5", "train.check_loss=false", "batch.global_size=64", "batch.micro_size=16")
+    result = runs.run(tmp_path, *settings, *steps, "every.eval=null")
+    assert any(name in text and "once per micro-batch (16)" in text for text in result.depends_on_micro_batch)
+
+
 def test_a_buffer_that_is_filled_with_a_graph_is_named(tmp_path):
     settings = (*runs.own_model("writing_models.Normalises"), "data=digits", "user_packages=[writing_models]")
     (text,) = runs.run(tmp_path, *runs.STEPS_ONLY, *settings, "batch.micro_size=4").depends_on_micro_batch

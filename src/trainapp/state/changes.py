@@ -23,9 +23,9 @@ def container_fingerprints(structure: Structure) -> list[dict[str, Any]]:
     registered = storages_of(tensors)
     too_large = structure.held.too_large_values()
     fingerprints = []
-    for attributes in (*structure.attributes, *structure.objects):
-        compared = {}
-        for name, value in attributes.items():
+    for index, attributes in enumerate((*structure.attributes, *structure.objects), start=len(structure.registries)):
+        compared: dict[str, Any] = {}
+        for name, value in () if structure.is_of_library(index) else attributes.items():
             is_compared = isinstance(value, CONTAINERS) or is_iterator(value) or id(value) in too_large
             if is_compared and name not in MODULE_ATTRIBUTES:
                 compared[name] = fingerprint(value, registered)

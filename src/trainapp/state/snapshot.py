@@ -122,13 +122,15 @@ class Snapshot:
         modules: by the first part of their parameters' names.
         owners: by name.
         objects: others by name, such as a task, whose plain values, tensors and arrays in attributes are restored.
-        verified: number of first steps in which checksums are compared.
+        verified: number of first steps in which checksums are compared, and all that holds state is looked at; if not
+            0, so are the 4th step, the 8th, the 16th and so on, since a later stage of training may write more.
         variables: global ones.
 
     Attributes:
         written: names of the parameters that forwards are known to write.
         changes: names of whatever the first steps' forwards changed.
         lost: names of the parameters that the last `restore` found written without having a copy.
+        verifies: whether this is one of the steps that are looked at so closely.
     """
 
     def __init__(
@@ -147,13 +149,17 @@ class Snapshot:
         self._objects = objects or {}
         self._variables = variables if variables is not None and variables.namespaces else None
         self._shards = find_shards(modules.values())
-        self._structure = Structure(self._roots, self._objects, self._shards)
 
         # What is learnt of the forwards.
         self.written: list[str] = []
         self.changes: set[str] = set()
         self.lost: list[str] = []
-        self._steps_to_verify = verified
+        self._verified_steps = verified
+        self._finished_steps = 0
+        self.verifies = verified > 0
+        self._written_library_modules: set[int] = set()  # ids of modules of torch's with attributes that were written
+
+        self._structure = self._new_structure()
 
         # The memory of the last copies, of these names in the structure with these modules, and grouped for copying.
         self._copies_key: tuple[ModulesKey, list[str]] | None = None
@@ -186,6 +192,13 @@ class Snapshot:
 
     # --- taking
 
+    def begin_step(self, parameters: Parameters = "written") -> None:
+        """Call `take` for an attempt at a step."""
+        number = self._finished_steps + 1
+        is_power_of_two = number & (number - 1) == 0
+        self.verifies = number <= self._verified_steps or (self._verified_steps > 0 and number >= 4 and is_power_of_two)
+        self.take(parameters)
+
     def take(self, parameters: Parameters = "written") -> None:
         """Record the current state.
 
@@ -198,9 +211,10 @@ class Snapshot:
         # Look at the modules anew if there are others, or if they hold other tensors, than in the last `take`.
         modules_made = self._find_modules_made()
         has_new_modules = modules_made != self._modules_made
-        if self._steps_to_verify or has_new_modules or not self._is_current(self._structure):
+        is_looked_at = self.verifies or self._structure.looks_at_libraries
+        if is_looked_at or has_new_modules or not self._is_current(self._structure):
             self._modules_made = modules_made
-            self._structure = Structure({**self._roots, **modules_made}, self._objects, self._shards)
+            self._structure = self._new_structure()
         elif self._structure.held.holders and not self._structure.held.is_current():
             self._structure = self._structure.with_current_held()
         structure = self._structure
@@ -227,7 +241,7 @@ class Snapshot:
         # In the first steps also what reveals writes that leave no trace.
         checksums: dict[str, Tensor] = {}
         fingerprints: list[dict[str, Any]] = []
-        if self._steps_to_verify:
+        if self.verifies:
             checksums = self._checksums()
             fingerprints = container_fingerprints(structure)
 
@@ -242,6 +256,10 @@ class Snapshot:
             checksums=checksums,
             fingerprints=fingerprints,
         )
+
+    def _new_structure(self) -> Structure:
+        of_libraries = None if self.verifies else self._written_library_modules
+        return Structure({**self._roots, **self._modules_made}, self._objects, self._shards, of_libraries)
 
     def _find_modules_made(self) -> dict[str, nn.Module]:
         """Return the modules in attributes of objects that were not there when these were built, by name."""
@@ -335,7 +353,7 @@ class Snapshot:
             constant = previous.get(id(tensor))
             version = version_of(tensor)
             is_copied = constant is not None and constant.tensor is tensor and constant.version == version
-            if constant is None or not is_copied or self._steps_to_verify:
+            if constant is None or not is_copied or self.verifies:
                 constant = _Constant(tensor, version, tensor.detach().clone())
             self._constants[id(tensor)] = constant
         return self._constants
@@ -350,17 +368,20 @@ class Snapshot:
 
     def record_written(self) -> None:
         """Record which parameters have been written since `take`. Call before anything else changes them."""
-        if self._steps_to_verify or self._taken.has_new_versions():
+        if self.verifies or self._taken.has_new_versions():
             self.add_written(self._written())
 
     def record_step_writes(self) -> None:
-        """Call `record_written` for a step whose gradients are complete, before its commit; in the first steps, also
-        record what else changed.
+        """Call `record_written` for a step whose gradients are complete, before its commit; in steps that are verified,
+        also record what else changed.
         """
         self.record_written()
-        if self._steps_to_verify:
-            self.changes.update(self.changed())
-            self._steps_to_verify -= 1
+        if self.verifies:
+            changed = self.changed()
+            self.changes.update(changed)
+            self._written_library_modules.update(self._structure.library_modules_among(changed))
+        self._finished_steps += 1
+        self.verifies = self._finished_steps < self._verified_steps
 
     def not_restored(self) -> list[str]:
         """Return the names of what the first steps have changed, and of which `take` makes no copy: it is too large."""
@@ -449,9 +470,10 @@ class Snapshot:
         with outside_dispatch_modes():
             for index, (holder, old, new) in enumerate(zip(holder_names, values_before, values_now, strict=True)):
                 is_registry = index < len(before.contents)
+                only_numbers = only_state or structure.is_of_library(index)
                 for name in changed_names(old, new, copies, with_results=is_registry):
                     is_number = isinstance(new.get(name), (int, float))
-                    if is_registry or is_number or not only_state:
+                    if is_registry or is_number or not only_numbers:
                         changed.append(joined(holder, name))
         if not state.fingerprints and not only_state:  # containers by what they hold; fingerprints tell more
             changed.extend(container.name for container in before.containers if not container.is_unchanged())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trainapp.state.held import HeldObjects
 from trainapp.state.slots import Attributes, attributes_of
 from trainapp.state.stateful import can_be_restored, memory_of
-from trainapp.state.walk import joined
+from trainapp.state.walk import LAYERS, joined
 from trainapp.torch_private import is_shard, local, non_persistent_buffers, registries_of
 
 _LIBRARIES = ("torch.", "trainapp.")  # whose modules keep their state in buffers
@@ -30,9 +30,19 @@ class Structure:
         roots: modules, by the first part of their parameters' names.
         objects: other objects, by name.
         shards: see `find_shards`.
+        of_libraries: ids of torch's modules whose attributes are among `attributes`, too; None for all of them.
+
+    Attributes:
+        looks_at_libraries: whether the attributes of all of torch's modules are among `attributes`.
     """
 
-    def __init__(self, roots: Mapping[str, nn.Module], objects: Mapping[str, Any], shards: Shards):
+    def __init__(
+        self,
+        roots: Mapping[str, nn.Module],
+        objects: Mapping[str, Any],
+        shards: Shards,
+        of_libraries: Collection[int] | None = (),
+    ):
         self.modules_key = ModulesKey()
         # Each module once, though several roots may hold it.
         named_modules = _named_modules(roots)
@@ -43,16 +53,26 @@ class Structure:
             self.registries.extend(registries_of(module))
         self.contents = [dict(registry) for registry in self.registries]
 
-        # The attributes of the user's modules and objects.
+        # The attributes of the user's modules, then those of torch's, and of objects.
         users_modules = [module for module in self.modules if not type(module).__module__.startswith(_LIBRARIES)]
-        self.attributes: list[dict[str, Any]] = [vars(module) for module in users_modules]
+        self.looks_at_libraries = of_libraries is None
+        library_modules = []
+        for module in self.modules:
+            is_chosen = of_libraries is None or id(module) in of_libraries
+            if is_chosen and type(module).__module__.startswith(LAYERS):
+                library_modules.append(module)
+        with_attributes = [*users_modules, *library_modules]
+        self.attributes: list[dict[str, Any]] = [vars(module) for module in with_attributes]
+        self._first_of_library = len(self.registries) + len(users_modules)
+        self._end_of_library = self._first_of_library + len(library_modules)
 
         # Whose registry or attributes each is, in the order of `registries`, `attributes` and `objects`.
         name_by_module = {id(module): name for name, module in named_modules}
         names: list[str] = []
         for module in self.modules:
             names.extend([name_by_module[id(module)]] * REGISTRIES)
-        names.extend(name_by_module[id(module)] for module in users_modules)
+        names.extend(name_by_module[id(module)] for module in with_attributes)
+        self._library_modules = {name_by_module[id(module)]: module for module in library_modules}
         self._names_before_held = [*names, *objects]
         self._roots = roots
         self._objects = objects
@@ -74,6 +94,20 @@ class Structure:
             self._collect_tensors(name, module, shards, collected)
         # Not copied in every step: their writes are found by version counters and checksums.
         self.rarely_written = {**self.parameters, **self.constants}
+
+    def is_of_library(self, index: int) -> bool:
+        """Return whether the values at this place, in the order of `holder_names`, are attributes of torch's module."""
+        return self._first_of_library <= index < self._end_of_library
+
+    def library_modules_among(self, names: Collection[str]) -> set[int]:
+        """Return the ids of torch's modules in `attributes` that have an attribute of these names."""
+        ids = set()
+        for name in names:
+            module_name, _, attribute = name.rpartition(".")
+            module = self._library_modules.get(module_name)
+            if module is not None and attribute in vars(module):
+                ids.add(id(module))
+        return ids
 
     def _find_held(self) -> None:
         """Find what modules and objects hold, and set what depends on it."""

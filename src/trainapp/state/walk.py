@@ -34,6 +34,8 @@ INSTALLED = frozenset(("site-packages", "dist-packages"))  # folders of installe
 FOREIGN_PACKAGES = {*FOREIGN, *sys.stdlib_module_names, "trainapp", "transformers"}
 # Whose modules keep their state in buffers, or whose attributes are caches.
 LIBRARIES = ("torch.", "trainapp.", "transformers.")
+# Torch's layers, of which a user's code may write a number all the same: BatchNorm's momentum, LeakyReLU's slope.
+LAYERS = ("torch.nn.modules.",)
 NAMESPACES = (argparse.Namespace, types.SimpleNamespace)  # a script's settings, in which it counts its steps
 _SEARCHED = (
     *(Tensor, np.ndarray, nn.Module, list, tuple, dict, set, deque),

@@ -28,7 +28,7 @@ def attempt(session: Session, context: UpdateContext) -> Iterator[None]:
         with engine.at(Phase.START):  # no restore point yet
             stack.enter_context(engine.train_only(context.update))
             engine.begin(context)
-            session.snapshot.take("all" if context.checks_exactness else "written")
+            session.snapshot.begin_step("all" if context.checks_exactness else "written")
             engine.seed(context)
             if sizes.is_unvalidated or context.is_logged:  # for swallowed errors; reading counters takes time
                 begin_counting_refused(session)

@@ -381,6 +381,7 @@ class Engine:
         # Decide whether to apply the update, while the step can still be undone.
         with self.at(Phase.CLIP):
             self.ranks.check_peers()  # last chance to abort the step
+            checked = self.strategy.checked_update() if self.snapshot.verifies else contextlib.nullcontext()
             self.snapshot.record_step_writes()
             applied = self.nonfinite.allows_update(progress.step, totals.loss, norm, totals.count, update.name)
             if applied:
@@ -391,7 +392,7 @@ class Engine:
         # From here on an error may leave the update half applied. Of a skipped one progress changes, too.
         self._commit_has_begun = True  # until `finish_update`
         if applied:
-            with self.at(Phase.COMMIT):
+            with self.at(Phase.COMMIT), checked:
                 applied = update.precision.step(update.optimizer)
                 if not applied and progress.step == 0 and progress.skipped == 0:
                     update.precision.lower_first_scale(float(totals.count) / self.context.samples)
