@@ -58,7 +58,7 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 # The attributes that every optimizer has, and one that torch's schedulers add. What is in them, a state dict has.
 OPTIMIZER_ATTRIBUTES = frozenset({*vars(torch.optim.SGD([torch.zeros(1)], lr=0.0)), "_opt_called", "_step_count"})
 
-# (tensor, value) -> None. What `tensor.data = value` calls, as a TorchFunctionMode sees it.
+# (tensor, value) -> None. What `tensor.data = value` calls, as a TorchFunctionMode sees it; compare by `==`.
 SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 # The base class of every BatchNorm: 1d, 2d, 3d, synchronised and lazy.

@@ -169,7 +169,7 @@ class _RefusedAssignment(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is SET_DATA and is_shard(args[0]):
+        if func == SET_DATA and is_shard(args[0]):
             raise UserError(
                 "parallel=fsdp: the optimizer's step assigns to a parameter's `data`, which does not change the shard "
                 "that the forward gathers, so that the update would be lost; write in place (parameter.copy_(value) "
