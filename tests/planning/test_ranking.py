@@ -105,7 +105,9 @@ def test_what_a_plan_without_techniques_prints_can_be_pasted(given, freed):
 
 
 DEFAULT = compose.from_command_line([])
-ONE_PROCESS = [one for one in TECHNIQUES if one.offered and not one.is_set(DEFAULT) and "parallel" not in one.setting]
+ONE_PROCESS = [
+    one for one in TECHNIQUES if one.is_planned and not one.is_set(DEFAULT) and "parallel" not in one.setting
+]
 
 
 @pytest.mark.slow
