@@ -78,7 +78,8 @@ def test_what_applies_is_offered_unless_it_is_in_force(tmp_path):
     assert {"train.ema=null", "activation_checkpointing=full", "optimizer=sgd"} <= offered
     assert not offered & {"precision=bf16", "memory.loss_chunk=auto", "parallel.fsdp.cpu_offload=true"}
     nothing = {technique.setting for technique in catalogue.available(Situation(run.config, nn.Linear(2, 2), False))}
-    assert offered - nothing == {f"activation_checkpointing={mode}" for mode in ("full", "selective", "auto")}
+    modes = {f"activation_checkpointing={mode}" for mode in ("full", "selective", "auto")}
+    assert offered - nothing == modes | {"adapter=lora"}
 
 
 @pytest.mark.parametrize(

@@ -331,6 +331,11 @@ def _computes_in_bf16(situation: Situation) -> bool:
     return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
+def _trains_weights_in_bf16(situation: Situation) -> bool:
+    """Return whether bf16 weights are worth it: beside adapters, whose updates are small, only the base should be."""
+    return situation.config.adapter.kind == "none" and _computes_in_bf16(situation)
+
+
 def _has_ranks_and_blocks(situation: Situation) -> bool:
     """Return whether there are several ranks, or GPUs for them, and blocks that FSDP can gather one by one."""
     try:
@@ -390,7 +395,7 @@ TECHNIQUES = (
         relieves=_WEIGHTS_AND_STATE | _ACTIVATIONS,
         estimate=savings.by_bf16_weights,
         needs=_require_weights_in_bf16,
-        helps=_computes_in_bf16,
+        helps=_trains_weights_in_bf16,
         result="rounded",
     ),
     Technique(

@@ -112,13 +112,14 @@ def by_bf16_weights(config: Config, changed: Config, model: nn.Module, shortage:
 
 
 def by_chunks_of_logits(config: Config, changed: Config, model: nn.Module, shortage: Shortage) -> Savings:
-    """Return what the loss in chunks saves: logits and their gradient in fp32, of all rows but one chunk's."""
+    """Return what the loss in chunks saves: logits and, in training, their gradient, of all rows but one chunk's."""
     parts = last_layer(model)
     if parts is None or not isinstance(parts[1], nn.Linear):
         return {}
     head = parts[1]
     saved_rows = max(0, shortage.logit_rows - auto_rows(shortage.logit_rows, head))
-    saved = saved_rows * head.out_features * 4 * 2
+    bytes_per_logit = 4 if shortage.in_evaluation else 8  # in fp32
+    saved = saved_rows * head.out_features * bytes_per_logit
     return {Category.ACTIVATIONS: min(saved, shortage.of(Category.ACTIVATIONS) + shortage.requested)}
 
 
