@@ -210,6 +210,9 @@ def test_what_was_asked_for_counts_where_the_technique_makes_it_smaller():
     found = advice(Shortage({ACTIVATIONS: 2 * MIB}, requested=6 * MIB))
     assert found["precision=bf16"] == 4 * MIB
     assert found["activation_checkpointing=full"] == 2 * MIB
+    more = advice(Shortage({STATE: 8 * MIB}, requested=20 * MIB), "train.ema=0.9")
+    assert next(iter(more.items())) == ("precision=bf16", 10 * MIB)
+    assert "precision=bf16" not in advice(Shortage({STATE: 8 * MIB}))
 
 
 def test_an_update_in_the_backward_spares_all_gradients_but_the_largest():

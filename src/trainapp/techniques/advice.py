@@ -54,8 +54,9 @@ def _advice(technique: Technique, situation: Situation, shortage: Shortage) -> A
         return None
     saved_bytes = int(sum(savings.values()))
     category = max(savings, key=lambda category: savings[category])
+    filled = max(shortage.of(category), int(savings[category]))  # what was asked for is not held yet
     harm = RESULTS.index(technique.result)
-    return Advice(technique, saved_bytes, category, rank=(-shortage.of(category), harm, -saved_bytes))
+    return Advice(technique, saved_bytes, category, rank=(-filled, harm, -saved_bytes))
 
 
 def _without_alternatives(ranked: list[Advice]) -> list[Advice]:
