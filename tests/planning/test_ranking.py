@@ -33,7 +33,7 @@ def test_every_technique_that_applies_and_combinations_are_listed(facts):
     listed = [entry["overrides"] for entry in facts["techniques"]]
     assert {"precision=bf16", "activation_checkpointing=full", "memory.loss_chunk=auto", "optimizer=sgd"} <= set(listed)
     assert any("activation_checkpointing=full" in text and "precision=" in text for text in listed)
-    assert not any("parallel" in text or "expandable" in text for text in listed)
+    assert not any("parallel" in text or "expandable" in text or "adapter" in text for text in listed)
     assert len(listed) == len(set(listed))
     assert not any("full" in text and "selective" in text for text in listed)
     order = [(RESULTS.index(entry["result"]), entry["peak_bytes"]) for entry in facts["techniques"]]
