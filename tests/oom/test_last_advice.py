@@ -1,5 +1,6 @@
 """The advice with which a run ends: it is about what filled memory in the phase that failed, and saves what it says."""
 
+import dataclasses
 import re
 
 import hf_files
@@ -9,6 +10,9 @@ from faults import Fault
 from harness import Recorded
 
 from trainapp.errors import TrainingStopped
+from trainapp.memory.live_tensors import Category, MemoryLimitExceeded
+from trainapp.oom.messages import final_message
+from trainapp.oom.report import describe
 from trainapp.units import parse_memory_size
 
 from .conftest import peak_of, tiny
@@ -47,6 +51,18 @@ def test_an_evaluation_is_helped_by_what_it_does_itself(tmp_path):
     found = advice(tmp_path, *GPT, faults=[Fault("evaluate", 2, above=0)], **changes)
     assert next(iter(found)) == "precision=bf16"
     assert not any(setting.startswith(("activation_checkpointing", "optimizer.in_backward")) for setting in found)
+
+
+def test_what_is_missing_is_of_what_the_limit_bounds(tmp_path):
+    """On a GPU other processes' memory is in the table, but not below the allocator's cap."""
+    run = runs.closed(tmp_path, *runs.MODELS["mlp"])
+    error = MemoryLimitExceeded("aten.mm", 300, 900, 1000)
+    failure = describe(run, error)
+    failure.by_category[Category.OUTSIDE_ALLOCATOR] = 2**30
+    message = final_message(run, dataclasses.replace(failure, limit=1000), 1, is_constant=False)
+    assert "Settings that save memory, best first; at least 200 B are missing (add mode=plan " in message
+    enough = dataclasses.replace(failure, limit=1200)
+    assert "Settings that save memory, best first (add" in final_message(run, enough, 1, is_constant=False)
 
 
 def needs_adapters():

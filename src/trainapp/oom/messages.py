@@ -144,17 +144,19 @@ def _shortage(session: Session, failure: Failure, size: int) -> Shortage:
     if not computes:  # then they are temporaries, of an update for example
         held.pop(Category.ACTIVATIONS, None)
 
-    # Gradients and optimizer state that may not be there yet.
+    # Gradients, and optimizer state that some optimizers make in their first step, may not be there yet.
     gradients = session.meter.static.get(Category.GRADIENTS, 0)
-    if failure.resident is None and failure.phase is Phase.BACKWARD:
+    if failure.phase is Phase.BACKWARD and failure.resident is None:
         held[Category.GRADIENTS] = max(gradients, held.get(Category.GRADIENTS, 0))
-    if failure.resident is None and (failure.phase is Phase.COMMIT or failure.phase.updates_in_backward):
+    if failure.phase is Phase.COMMIT and not session.config.updates:
         state = int(gradients * (optimizer_state_size(session.config) or 0))
         held[Category.OPTIMIZER_STATE] = max(state, held.get(Category.OPTIMIZER_STATE, 0))
 
-    # Each of the two is at least what was needed: the first may be without what would be counted next.
-    needed = max(sum(failure.by_category.values()), failure.used + (failure.requested or 0))
+    # Before any sample, not all that stays in memory was counted when the limit was exceeded.
     requested = failure.requested or 0
+    needed = failure.used + requested
+    if failure.resident is not None:
+        needed = max(needed, sum(failure.by_category.values()))
     return Shortage(
         held=held,
         requested=requested if computes else 0,
