@@ -155,8 +155,8 @@ def test_the_last_word(tmp_path):
     for name in ("limit", "parameters", "optimizer state", "weight average"):
         assert re.search(rf"^{name} +[\d.]+ [KMG]iB$", message, re.MULTILINE), name
     advice = message.partition("Settings that save memory")[2]
-    for setting in ("train.ema=null", "activation_checkpointing=full", "optimizer=adamw_8bit"):
-        assert re.search(rf"^  {setting}: saves .+; costs .+$", advice, re.MULTILINE), setting
+    for setting in ("optimizer=adamw_bf16", "activation_checkpointing=full", "precision=bf16"):
+        assert re.search(rf"^  {setting}: saves up to \d.+ KiB \(.+\); costs .+$", advice, re.MULTILINE), setting
 
 
 @pytest.mark.slow

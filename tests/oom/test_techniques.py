@@ -24,6 +24,8 @@ BESIDE = {
 ELSEWHERE = {
     "activation_checkpointing=auto": "a decision before the run: planning/test_decisions.py",
     "adapter=lora": "needs an extra: models/test_adapters.py",
+    "adapter.base_dtype=bf16": "needs an extra: models/test_adapters.py",
+    "adapter.base_dtype=bf16 precision=bf16": "needs an extra: models/test_adapters.py",
     "parallel=fsdp": "several ranks: parallel/",
     "parallel.fsdp.cpu_offload=true": "several ranks: parallel/",
     "parallel.fsdp.meta_init=true": "several ranks: parallel/",

@@ -37,6 +37,8 @@ ELSEWHERE = {
     "optimizer.in_backward=true train.grad_clip=null": "refused on several ranks",
     "train.ema=null": "the default",
     "adapter=lora": "needs an extra: models/test_adapters.py",
+    "adapter.base_dtype=bf16": "needs an extra: models/test_adapters.py",
+    "adapter.base_dtype=bf16 precision=bf16": "needs an extra: models/test_adapters.py",
     "parallel=fsdp": "each cell here",
     "parallel.fsdp.cpu_offload=true": "test_equality.py",
     "parallel.fsdp.meta_init=true": "test_tied_weights_stay_tied",

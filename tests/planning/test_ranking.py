@@ -33,7 +33,7 @@ def test_every_technique_that_applies_and_combinations_are_listed(facts):
     listed = [entry["overrides"] for entry in facts["techniques"]]
     assert {"precision=bf16", "activation_checkpointing=full", "memory.loss_chunk=auto", "optimizer=sgd"} <= set(listed)
     assert any("activation_checkpointing=full" in text and "precision=" in text for text in listed)
-    assert not any("parallel" in text or "expandable" in text for text in listed)
+    assert not any("parallel" in text or "expandable" in text or "adapter" in text for text in listed)
     assert len(listed) == len(set(listed))
     assert not any("full" in text and "selective" in text for text in listed)
     order = [(RESULTS.index(entry["result"]), entry["peak_bytes"]) for entry in facts["techniques"]]
@@ -105,7 +105,9 @@ def test_what_a_plan_without_techniques_prints_can_be_pasted(given, freed):
 
 
 DEFAULT = compose.from_command_line([])
-ONE_PROCESS = [one for one in TECHNIQUES if one.offered and not one.is_set(DEFAULT) and "parallel" not in one.setting]
+ONE_PROCESS = [
+    one for one in TECHNIQUES if one.is_planned and not one.is_set(DEFAULT) and "parallel" not in one.setting
+]
 
 
 @pytest.mark.slow

@@ -16,9 +16,6 @@ from trainapp.planning.simulated_ranks import simulated
 from trainapp.techniques import catalogue
 from trainapp.techniques.catalogue import TECHNIQUES, Situation, Technique
 
-# What lets any technique be chosen on the command line.
-SETTABLE = [technique for technique in TECHNIQUES if technique.offered]
-
 
 class OnGpu(nn.Module):
     """With blocks, and as if on a GPU: only where its parameters are is read."""
@@ -48,6 +45,10 @@ def surroundings(technique: Technique) -> list[str]:
     """What the setting needs beside the default: the group that has it, or another setting."""
     if technique.setting == "optimizer.in_backward=true":
         return ["train.grad_clip=null"]
+    if technique.setting == "adapter.base_dtype=bf16":
+        return ["adapter=lora", "precision=bf16"]
+    if technique.setting.startswith("adapter."):
+        return ["adapter=lora"]
     return ["parallel=fsdp"] if technique.setting.startswith("parallel.") else []
 
 
@@ -58,7 +59,7 @@ def means_what_it_says(technique: Technique) -> bool:
     return without_rates(changed) == without_rates(written)
 
 
-@by_name(SETTABLE)
+@by_name(TECHNIQUES)
 def test_the_setting_on_the_command_line_makes_the_changes(technique):
     assert means_what_it_says(technique)
     assert technique.is_set(compose.from_command_line([*surroundings(technique), *technique.setting.split()]))
@@ -77,7 +78,8 @@ def test_what_applies_is_offered_unless_it_is_in_force(tmp_path):
     assert {"train.ema=null", "activation_checkpointing=full", "optimizer=sgd"} <= offered
     assert not offered & {"precision=bf16", "memory.loss_chunk=auto", "parallel.fsdp.cpu_offload=true"}
     nothing = {technique.setting for technique in catalogue.available(Situation(run.config, nn.Linear(2, 2), False))}
-    assert offered - nothing == {f"activation_checkpointing={mode}" for mode in ("full", "selective", "auto")}
+    modes = {f"activation_checkpointing={mode}" for mode in ("full", "selective", "auto")}
+    assert offered - nothing == modes | {"adapter=lora"}
 
 
 @pytest.mark.parametrize(

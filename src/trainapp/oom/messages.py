@@ -4,13 +4,21 @@ import inspect
 
 from trainapp.losses import losses
 from trainapp.memory.live_tensors import Category
-from trainapp.oom.failure import UPDATE_PHASES, Failure
+from trainapp.oom.failure import Failure
 from trainapp.oom.report import sizes_of_phase
 from trainapp.sizes.failures import ErrorKind
-from trainapp.techniques.catalogue import Situation, Technique, available
+from trainapp.techniques.advice import advised
+from trainapp.techniques.catalogue import Situation
+from trainapp.techniques.savings import Shortage, optimizer_state_size
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
 from trainapp.units import bytes_text
+
+# In which a forward's activations are in memory.
+_PHASES_WITH_ACTIVATIONS = (
+    *(Phase.FORWARD, Phase.LOSS, Phase.METRIC, Phase.BACKWARD, Phase.UPDATE_IN_BACKWARD),
+    *(Phase.BACKWARD_AFTER_UPDATES, Phase.EVALUATE),
+)
 
 
 def one_line(failure: Failure) -> str:
@@ -76,11 +84,7 @@ def final_message(session: Session, failure: Failure, size: int, is_constant: bo
     # What would need less.
     if failure.phase is Phase.COMMIT and not failure.resident:
         lines.extend(_kernels_without_copies(session))
-    techniques = _helpful_techniques(session, failure, size)
-    if techniques:
-        lines.append("Settings that save memory (add mode=plan to the command to see how much):")
-    for technique in techniques:
-        lines.append(f"  {technique.setting}: saves {technique.saves}; costs {technique.costs}")
+    lines.extend(_advice(session, failure, size))
 
     # Where the run can continue from.
     checkpoint = session.checkpointer.newest_name()
@@ -115,39 +119,59 @@ def _kernels_without_copies(session: Session) -> list[str]:
     return [f"{name} makes temporary copies of parameters in its step; with {' or '.join(remedies)} it needs fewer"]
 
 
-def _helpful_techniques(session: Session, failure: Failure, size: int) -> list[Technique]:
-    """Return the techniques that would need less of what was in memory, or was asked for, at a micro-batch size."""
-    categories = _categories_involved(failure)
-    is_split = not failure.evaluating and session.batches.accumulation(size) > 1
+def _advice(session: Session, failure: Failure, size: int) -> list[str]:
+    """Return lines with the techniques that would relieve most of what filled memory at a micro-batch size."""
     situation = Situation(session.config, session.state.model, session.engine.knows_loss)
-    techniques = []
-    for technique in available(situation):
-        # An update in the last backward keeps the gradients of all earlier ones.
-        if is_split and "optimizer.in_backward" in technique.changes:
-            continue
-        if failure.evaluating and technique.is_for_backward:
-            continue
-        if technique.relieves & categories:
-            techniques.append(technique)
-    return techniques
+    shortage = _shortage(session, failure, size)
+    advised_techniques = advised(situation, shortage)
+    if not advised_techniques:
+        return []
+    missing = ""
+    if shortage.missing:
+        missing = f"; at least {bytes_text(shortage.missing)} are missing"
+    lines = [f"Settings that save memory, best first{missing} (add mode=plan to the command to compare their peaks):"]
+    for advice in advised_techniques:
+        technique = advice.technique
+        saves = f"up to {bytes_text(advice.saved_bytes)} ({technique.saves})"
+        lines.append(f"  {technique.setting}: saves {saves}; costs {technique.costs}")
+    return lines
 
 
-def _categories_involved(failure: Failure) -> set[Category]:
-    """Return the categories of what was in memory, and of what the phase makes."""
-    categories = {category for category, size in failure.by_category.items() if size}
-    if failure.resident:
-        return categories
+def _shortage(session: Session, failure: Failure, size: int) -> Shortage:
+    """Return what filled memory at a micro-batch size, with what the failed phase was about to make."""
+    held = dict(failure.by_category)
+    computes = failure.resident is None and failure.phase in _PHASES_WITH_ACTIVATIONS
+    if not computes:  # then they are temporaries, of an update for example
+        held.pop(Category.ACTIVATIONS, None)
 
-    # What the phase was about to make may not be there yet; an update has no activations but temporaries.
-    if failure.phase is Phase.COMMIT:
-        categories.add(Category.OPTIMIZER_STATE)
-    if failure.phase is Phase.BACKWARD:
-        categories.add(Category.GRADIENTS)
-    if failure.phase in UPDATE_PHASES:
-        categories.discard(Category.ACTIVATIONS)
-    else:
-        categories.add(Category.ACTIVATIONS)
-    return categories
+    # Gradients, and optimizer state that some optimizers make in their first step, may not be there yet.
+    gradients = session.meter.static.get(Category.GRADIENTS, 0)
+    if failure.phase is Phase.BACKWARD and failure.resident is None:
+        held[Category.GRADIENTS] = max(gradients, held.get(Category.GRADIENTS, 0))
+    if failure.phase is Phase.COMMIT and not session.config.updates:
+        state = int(gradients * (optimizer_state_size(session.config) or 0))
+        held[Category.OPTIMIZER_STATE] = max(state, held.get(Category.OPTIMIZER_STATE, 0))
+
+    # Before any sample, not all that stays in memory was counted when the limit was exceeded.
+    requested = failure.requested or 0
+    needed = failure.used + requested
+    if failure.resident is not None:
+        needed = max(needed, sum(failure.by_category.values()))
+    return Shortage(
+        held=held,
+        requested=requested if computes else 0,
+        missing=max(0, needed - failure.limit),
+        logit_rows=_logit_rows(session, failure),
+        in_evaluation=failure.evaluating,
+        is_split=not failure.evaluating and session.batches.accumulation(size) > 1,
+    )
+
+
+def _logit_rows(session: Session, failure: Failure) -> int:
+    """Return at most how many rows of logits the micro-batch has: one per sample, or one per target."""
+    if losses.class_dim(session.task) == 1:
+        return failure.samples
+    return failure.elements // 2  # there is an input beside each target
 
 
 def _why_no_smaller(session: Session, failure: Failure, is_constant: bool) -> str:

@@ -105,7 +105,7 @@ class Work:
         with contextlib.suppress(UserError):
             blocks = len(blocks_of(model, "blocks()"))
         situation = Situation(self.config, model, self.engine.knows_loss)
-        techniques = tuple(available(situation))
+        techniques = tuple(technique for technique in available(situation) if technique.is_planned)
         smallest = smallest_micro_batch(model)
         return dataclasses.replace(breakdown, smallest=smallest, blocks=blocks, techniques=techniques)
 

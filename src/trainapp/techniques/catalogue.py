@@ -23,7 +23,8 @@ from trainapp.files import CONF
 from trainapp.memory.live_tensors import Category
 from trainapp.models.adapters import linear_layers
 from trainapp.models.inspect import batchnorms, blocks_of, instead_of_batchnorm
-from trainapp.techniques import chunked_loss
+from trainapp.techniques import chunked_loss, savings
+from trainapp.techniques.savings import Savings, Shortage, optimizer_state_size
 
 SGD = "torch.optim.SGD"
 ADAMW = "torch.optim.AdamW"
@@ -33,9 +34,8 @@ RESULTS = ("same", "rounded", "other")  # effect on the training, least change f
 _ACTIVATIONS = frozenset({Category.ACTIVATIONS})
 _GRADIENTS = frozenset({Category.GRADIENTS})
 _OPTIMIZER_STATE = frozenset({Category.OPTIMIZER_STATE})
-_WEIGHTS_AND_STATE = _GRADIENTS | _OPTIMIZER_STATE | {Category.PARAMETERS}
-# Of AdamW's two moments together, by their dtype, in numbers of fp32 per element.
-_SIZE_OF_MOMENTS = {"fp32": 2.0, "bf16": 1.0, "8bit": 0.5, "4bit": 2 / 7}
+_PARAMETERS = frozenset({Category.PARAMETERS})
+_WEIGHTS_AND_STATE = _PARAMETERS | _GRADIENTS | _OPTIMIZER_STATE
 # Settings of an optimizer that are not in here are arguments of its class.
 _OPTIMIZER_FIELDS = {field.name for field in dataclasses.fields(Optimizer)}
 
@@ -64,10 +64,12 @@ class Technique:
         saves: what it saves, for users.
         costs: its price, for users.
         relieves: the categories of memory that it makes smaller in a step.
+        share: how much of these categories it saves at most, from 0 to 1.
+        estimate: returns the bytes that it saves at most, if these are not a fixed share: see `savings`.
         needs: raises UserError for a model to which it cannot be applied. For settings: `config.excludes`.
         helps: whether it has an effect for a configuration without it; only then is it offered.
-        in_force: whether a configuration uses the technique; by default, if it has the first of the changes.
-        offered: whether advice and plans propose it.
+        in_force: whether a configuration has its effect; by default, if it has the first of the changes.
+        is_planned: whether a plan tries it. A plan's variants have the adapters of the configuration.
         is_for_backward: whether it concerns only what a forward keeps for the backward, and thus no evaluation.
         result: effect on the training's result: "same" (except for the order of additions), "rounded" (the same
             algorithm at lower precision), "other": another optimizer, model or task, proposed only if nothing else
@@ -78,10 +80,12 @@ class Technique:
     saves: str
     costs: str
     relieves: frozenset[Category]
+    share: float = 1.0
+    estimate: Callable[[Config, Config, nn.Module, Shortage], Savings] | None = None
     needs: Callable[[Situation], None] = lambda situation: None
     helps: Callable[[Situation], bool] = lambda situation: True
     in_force: Callable[[Config], bool] | None = None
-    offered: bool = True
+    is_planned: bool = True
     is_for_backward: bool = False
     result: Literal["same", "rounded", "other"] = "other"
 
@@ -104,11 +108,20 @@ class Technique:
         return changes
 
     def is_set(self, config: Config) -> bool:
-        """Return whether the configuration has this technique."""
+        """Return whether the configuration has this technique, or its effect."""
         if self.in_force is not None:
             return self.in_force(config)
         name, value = next(iter(self.changes.items()))
         return bool(excludes.value_of(config, name) == value)
+
+    def savings(self, situation: Situation, shortage: Shortage) -> Savings:
+        """Return how many bytes it saves at most of what filled memory, by category; negative where it needs more."""
+        if self.is_for_backward and shortage.in_evaluation:
+            return {}
+        if self.estimate is None:
+            return {category: self.share * shortage.of(category) for category in self.relieves}
+        changed_config = with_techniques(situation.config, [self])
+        return self.estimate(situation.config, changed_config, situation.model, shortage)
 
     def suits(self, situation: Situation) -> bool:
         """Return whether to offer the technique for a configuration that lacks it."""
@@ -142,26 +155,6 @@ class Technique:
         changed_state = optimizer_state_size(with_techniques(config, [self]))
         has_same_optimizer = "optimizer.target" not in self.changes
         return has_same_optimizer or state is None or changed_state is None or changed_state < state
-
-
-def optimizer_state_size(config: Config) -> float | None:
-    """Return the size of the optimizer's state, in numbers of fp32 per element of a matrix; None if it is not known."""
-    arguments = config.optimizer.arguments
-    match config.optimizer.target:
-        case "torch.optim.SGD":
-            return 1.0 if arguments.get("momentum") else 0.0
-        case "torch.optim.Adam" | "torch.optim.AdamW":
-            return 3.0 if arguments.get("amsgrad") else 2.0
-        case "torch.optim.NAdam" | "torch.optim.RAdam":
-            return 2.0
-        case "trainapp.optim.low_precision.AdamW":
-            return _SIZE_OF_MOMENTS[arguments.get("state_dtype", "fp32")]
-        case "trainapp.optim.muon.Muon":
-            return 1.0
-        case "torch.optim.Adafactor":
-            return 0.01  # a row and a column per matrix
-        case _:
-            return None
 
 
 @functools.cache
@@ -230,7 +223,7 @@ def available(situation: Situation) -> list[Technique]:
     config = situation.config
     techniques = []
     for technique in TECHNIQUES:
-        if technique.offered and not technique.is_set(config) and technique.suits(situation):
+        if not technique.is_set(config) and technique.suits(situation):
             techniques.append(technique)
 
     # AdamW in fewer bits is the same algorithm only for AdamW.
@@ -290,7 +283,38 @@ def _require_init_weights(situation: Situation) -> None:
         )
 
 
-# --- whether techniques have an effect
+# --- whether techniques have an effect, or it is in force
+
+
+def _computes_in_16_bits(config: Config) -> bool:
+    return config.precision.mode not in savings.MODES_IN_FP32
+
+
+def _checkpoints_all_blocks(*modes: str) -> Callable[[Config], bool]:
+    """Return a test whether every block of a configuration is checkpointed in one of these modes."""
+
+    def is_in_force(config: Config) -> bool:
+        settings = config.activation_checkpointing
+        block_modes = settings.modes if settings.modes is not None else [settings.mode]
+        return all(mode in modes for mode in block_modes)
+
+    return is_in_force
+
+
+def _chooses_modes(config: Config) -> bool:
+    """Return whether the blocks' modes are chosen by the limit, or there is nothing left to choose."""
+    return config.activation_checkpointing.mode == "auto" or _checkpoints_all_blocks("full")(config)
+
+
+def _has_fp32_base(situation: Situation) -> bool:
+    """Return whether an adapter's base is in fp32."""
+    return situation.config.adapter.kind != "none" and savings.fp32_base_bytes(situation.model) > 0
+
+
+def _has_fp32_base_and_matmuls(situation: Situation) -> bool:
+    """Return whether an adapter's base is in fp32, and matmuls with it are."""
+    excludes_bf16_base = situation.config.precision.mode in ("fp32", "tf32", "fp16")
+    return excludes_bf16_base and _has_fp32_base(situation) and _computes_in_bf16(situation)
 
 
 def _is_on_a_gpu(situation: Situation) -> bool:
@@ -305,6 +329,11 @@ def _computes_in_bf16(situation: Situation) -> bool:
     if not torch.cuda.is_available():  # the GPU is a simulated one
         return True
     return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def _trains_weights_in_bf16(situation: Situation) -> bool:
+    """Return whether bf16 weights are worth it: beside adapters, whose updates are small, only the base should be."""
+    return situation.config.adapter.kind == "none" and _computes_in_bf16(situation)
 
 
 def _has_ranks_and_blocks(situation: Situation) -> bool:
@@ -327,7 +356,23 @@ def _adamw_in_fewer_bits(state_dtype: str, share: str, bits: str) -> Technique:
         saves=f"{share} of AdamW's state",
         costs=f"{bits} in the state, rounded stochastically; a slower optimizer step, except by its kernel on CUDA",
         relieves=_OPTIMIZER_STATE,
+        estimate=savings.by_other_optimizer,
         in_force=lambda config: config.optimizer.arguments.get("state_dtype") == state_dtype,
+        result="rounded",
+    )
+
+
+def _bf16_base(
+    setting: str, saves: str, relieves: frozenset[Category], helps: Callable[[Situation], bool]
+) -> Technique:
+    return Technique(
+        setting,
+        saves=saves,
+        costs="the base and matmuls with it keep only 8 bits of precision; checkpoints with a base in fp32 do not fit",
+        relieves=relieves,
+        estimate=savings.by_bf16_base,
+        is_planned=False,
+        helps=helps,
         result="rounded",
     )
 
@@ -338,6 +383,8 @@ TECHNIQUES = (
         saves="up to half of the activations",
         costs="matmuls keep only 8 bits of precision; saves time where the device computes in bf16",
         relieves=_ACTIVATIONS,
+        estimate=savings.by_16_bits,
+        in_force=_computes_in_16_bits,
         helps=_computes_in_bf16,
         result="rounded",
     ),
@@ -346,8 +393,9 @@ TECHNIQUES = (
         saves="half of parameters, gradients and AdamW's state, and as many activations as `bf16`",
         costs="weights and gradient sums keep only 8 bits of precision; a slower optimizer step",
         relieves=_WEIGHTS_AND_STATE | _ACTIVATIONS,
+        estimate=savings.by_bf16_weights,
         needs=_require_weights_in_bf16,
-        helps=_computes_in_bf16,
+        helps=_trains_weights_in_bf16,
         result="rounded",
     ),
     Technique(
@@ -355,6 +403,7 @@ TECHNIQUES = (
         saves="all activations of the blocks except their inputs",
         costs="a second forward of the blocks: about a third more time",
         relieves=_ACTIVATIONS,
+        in_force=_checkpoints_all_blocks("full"),
         is_for_backward=True,
         needs=_require_blocks,
         result="same",
@@ -364,6 +413,8 @@ TECHNIQUES = (
         saves="activations that are cheap to recompute",
         costs="Python for each operation of the blocks: a tenth of a GPT's step, a third of a small ResNet's",
         relieves=_ACTIVATIONS,
+        share=0.5,
+        in_force=_checkpoints_all_blocks("selective", "full"),
         is_for_backward=True,
         needs=_require_blocks,
         result="same",
@@ -373,6 +424,7 @@ TECHNIQUES = (
         saves="as many activations as the limit requires: each block is `none`, `selective` or `full`",
         costs="from nothing, if all fits, to that of `full`; some seconds for three plans before the model is built",
         relieves=_ACTIVATIONS,
+        in_force=_chooses_modes,
         is_for_backward=True,
         needs=_require_blocks,
         result="same",
@@ -401,6 +453,7 @@ TECHNIQUES = (
         saves="all logits except one chunk's, and their gradients",
         costs="one more matmul with the last layer's weight",
         relieves=_ACTIVATIONS,
+        estimate=savings.by_chunks_of_logits,
         in_force=lambda config: config.memory.loss_chunk is not None,
         needs=_require_head,
         result="same",
@@ -410,12 +463,14 @@ TECHNIQUES = (
         saves="one of AdamW's two moments",
         costs="another optimizer, which needs its own learning rate",
         relieves=_OPTIMIZER_STATE,
+        estimate=savings.by_other_optimizer,
     ),
     Technique(
         "optimizer=sgd optimizer.momentum=0 optimizer.nesterov=false",
         saves="all optimizer state",
         costs="another optimizer, which needs its own learning rate",
         relieves=_OPTIMIZER_STATE,
+        estimate=savings.by_other_optimizer,
         in_force=lambda config: config.optimizer.target == SGD and not config.optimizer.arguments.get("momentum"),
     ),
     _adamw_in_fewer_bits("bf16", "half", "only 8 bits of precision"),
@@ -426,18 +481,21 @@ TECHNIQUES = (
         saves="nearly all optimizer state of matrices",
         costs="another optimizer; reads two numbers per parameter from the device in every step",
         relieves=_OPTIMIZER_STATE,
+        estimate=savings.by_other_optimizer,
     ),
     Technique(
         "optimizer=muon",
         saves="one of AdamW's two moments, for the matrices of hidden layers",
         costs="another optimizer; some matmuls per matrix in every step",
         relieves=_OPTIMIZER_STATE,
+        estimate=savings.by_other_optimizer,
     ),
     Technique(
         "optimizer.in_backward=true",
         saves="all gradients but one, if the step is one micro-batch",
         costs="an error in the last backward restarts from the checkpoint",
         relieves=_GRADIENTS,
+        estimate=savings.by_update_in_backward,
         result="same",
     ),
     Technique(
@@ -445,6 +503,7 @@ TECHNIQUES = (
         saves="all gradients but one, if the step is one micro-batch",
         costs="no clipping; an error in the last backward restarts from the checkpoint",
         relieves=_GRADIENTS,
+        estimate=savings.by_update_in_backward,
         helps=lambda situation: situation.config.train.grad_clip is not None,
     ),
     Technique(
@@ -464,17 +523,27 @@ TECHNIQUES = (
     Technique(
         "adapter=lora",
         saves="gradients and optimizer state of all but the adapters",
-        costs="the model's own weights stay frozen: another result",
+        costs="another result: small matrices beside linear layers are trained, and the model's own weights stay as "
+        "they begin (set model.path or model.init_from to trained ones)",
         relieves=_GRADIENTS | _OPTIMIZER_STATE,
-        offered=False,  # a plan does not build adapters
+        estimate=savings.by_adapters,
+        is_planned=False,
         in_force=lambda config: config.adapter.kind != "none",
         needs=_require_linear_layers,
+    ),
+    _bf16_base("adapter.base_dtype=bf16", "half of the adapters' frozen base", _PARAMETERS, _has_fp32_base),
+    _bf16_base(
+        "adapter.base_dtype=bf16 precision=bf16",
+        "half of the adapters' frozen base, and up to half of the activations",
+        _PARAMETERS | _ACTIVATIONS,
+        _has_fp32_base_and_matmuls,
     ),
     Technique(
         "parallel=fsdp",
         saves="parameters, gradients and optimizer state, divided by the number of ranks",
         costs="communication: parameters are gathered in every forward and backward",
         relieves=_WEIGHTS_AND_STATE,
+        estimate=savings.by_shards,
         helps=_has_ranks_and_blocks,
         result="same",
     ),

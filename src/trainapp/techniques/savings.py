@@ -1,0 +1,185 @@
+"""What a technique saves at most of what filled memory: estimates by the model's sizes, without a plan.
+
+The functions `by_...` are `Technique.estimate` of techniques that do not save a fixed share of the categories they
+relieve. Their arguments: the configuration, the one with the technique, the model of the first, and what filled memory.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainapp.config.schema import Config
+from trainapp.memory.live_tensors import Category
+from trainapp.memory.static import size_of
+from trainapp.models.adapters import linear_layers
+from trainapp.models.inspect import last_layer
+from trainapp.optim.low_precision import SMALLEST
+from trainapp.techniques.chunked_loss import auto_rows
+
+MODES_IN_FP32 = ("fp32", "tf32")  # of precision: all others compute in 16 bits
+# Of AdamW's two moments together, by their dtype, in numbers of fp32 per element.
+_SIZE_OF_MOMENTS = {"fp32": 2.0, "bf16": 1.0, "8bit": 0.5, "4bit": 2 / 7}
+Savings = Mapping[Category, float]  # bytes saved at most, by category
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """What filled memory, and what was asked for, when memory ran out. Sizes are bytes.
+
+    Attributes:
+        held: what was in memory, by category; gradients and optimizer state as large as the failed phase makes them.
+        requested: by the operation that failed; 0 if unknown, or if no forward or backward asked for it.
+        missing: at least so much less would have been needed; 0 if unknown.
+        logit_rows: the rows of logits in the micro-batch; 0 if unknown.
+        in_evaluation: whether an evaluation failed, which keeps nothing for a backward.
+        is_split: whether a step has several micro-batches, whose gradients are added up.
+    """
+
+    held: Mapping[Category, int]
+    requested: int = 0
+    missing: int = 0
+    logit_rows: int = 0
+    in_evaluation: bool = False
+    is_split: bool = False
+
+    def of(self, category: Category) -> int:
+        """Return the bytes that a category held."""
+        return self.held.get(category, 0)
+
+
+# --- optimizer state
+
+
+def optimizer_state_size(config: Config) -> float | None:
+    """Return the size of the optimizer's state, in numbers of fp32 per element of a matrix; None if it is not known."""
+    arguments = config.optimizer.arguments
+    match config.optimizer.target:
+        case "torch.optim.SGD":
+            return 1.0 if arguments.get("momentum") else 0.0
+        case "torch.optim.Adam" | "torch.optim.AdamW":
+            return 3.0 if arguments.get("amsgrad") else 2.0
+        case "torch.optim.NAdam" | "torch.optim.RAdam":
+            return 2.0
+        case "trainapp.optim.low_precision.AdamW":
+            return _SIZE_OF_MOMENTS[arguments.get("state_dtype", "fp32")]
+        case "trainapp.optim.muon.Muon":
+            return 1.0
+        case "torch.optim.Adafactor":
+            return 0.01  # a row and a column per matrix
+        case _:
+            return None
+
+
+def by_other_optimizer(config: Config, changed: Config, model: nn.Module, shortage: Shortage) -> Savings:
+    """Return what another optimizer saves of the state; nothing if either's state is not known."""
+    state = optimizer_state_size(config)
+    changed_state = optimizer_state_size(changed)
+    if not state or changed_state is None:
+        return {}
+    saved = (1 - changed_state / state) * shortage.of(Category.OPTIMIZER_STATE)
+
+    # Small parameters keep their moments in fp32.
+    if changed.optimizer.arguments.get("state_dtype") in ("8bit", "4bit"):
+        sizes = _trained_sizes(model)
+        quantized = sum(size for size in sizes if size >= SMALLEST)
+        saved *= quantized / max(1, sum(sizes))
+    return {Category.OPTIMIZER_STATE: saved}
+
+
+# --- activations
+
+
+def by_16_bits(config: Config, changed: Config, model: nn.Module, shortage: Shortage) -> Savings:
+    """Return what matmuls in bf16 save: half of the activations, unless they are in 16 bits."""
+    if config.precision.mode not in MODES_IN_FP32:
+        return {}
+    return {Category.ACTIVATIONS: shortage.of(Category.ACTIVATIONS) / 2 + shortage.requested / 2}
+
+
+def by_bf16_weights(config: Config, changed: Config, model: nn.Module, shortage: Shortage) -> Savings:
+    """Return what weights and moments in bf16 save, in addition to matmuls in bf16."""
+    return {
+        Category.PARAMETERS: shortage.of(Category.PARAMETERS) / 2,
+        Category.GRADIENTS: shortage.of(Category.GRADIENTS) / 2,
+        **by_16_bits(config, changed, model, shortage),
+        **by_other_optimizer(config, changed, model, shortage),
+    }
+
+
+def by_chunks_of_logits(config: Config, changed: Config, model: nn.Module, shortage: Shortage) -> Savings:
+    """Return what the loss in chunks saves: logits and, in training, their gradient, of all rows but one chunk's."""
+    parts = last_layer(model)
+    if parts is None or not isinstance(parts[1], nn.Linear):
+        return {}
+    head = parts[1]
+    saved_rows = max(0, shortage.logit_rows - auto_rows(shortage.logit_rows, head))
+    bytes_per_logit = 4 if shortage.in_evaluation else 8  # in fp32
+    saved = saved_rows * head.out_features * bytes_per_logit
+    return {Category.ACTIVATIONS: min(saved, shortage.of(Category.ACTIVATIONS) + shortage.requested)}
+
+
+# --- gradients and parameters
+
+
+def by_update_in_backward(config: Config, changed: Config, model: nn.Module, shortage: Shortage) -> Savings:
+    """Return what an update in the backward saves: all gradients but the largest, of a step of one micro-batch."""
+    if shortage.is_split:  # the earlier micro-batches' gradients are all kept
+        return {}
+    sizes = _trained_sizes(model)
+    share_of_largest = max(sizes, default=0) / max(1, sum(sizes))
+    return {Category.GRADIENTS: shortage.of(Category.GRADIENTS) * (1 - share_of_largest)}
+
+
+def by_bf16_base(config: Config, changed: Config, model: nn.Module, shortage: Shortage) -> Savings:
+    """Return what an adapter's base in bf16 saves: half of its parameters in fp32, and activations in 16 bits."""
+    savings = {Category.PARAMETERS: fp32_base_bytes(model) / 2}
+    if config.precision.mode != changed.precision.mode:
+        savings |= by_16_bits(config, changed, model, shortage)
+    return savings
+
+
+def fp32_base_bytes(model: nn.Module) -> int:
+    """Return the bytes of the frozen parameters in fp32."""
+    return size_of(p for p in model.parameters() if not p.requires_grad and p.dtype == torch.float32)
+
+
+def by_adapters(config: Config, changed: Config, model: nn.Module, shortage: Shortage) -> Savings:
+    """Return what adapters save: gradients and optimizer state of all but the adapters, less these themselves."""
+    adapter_size = _adapter_size(changed, model)
+    share_of_adapters = adapter_size / max(1, sum(_trained_sizes(model)))
+    return {
+        Category.PARAMETERS: -4 * adapter_size,  # they are in fp32
+        Category.GRADIENTS: shortage.of(Category.GRADIENTS) * (1 - share_of_adapters),
+        Category.OPTIMIZER_STATE: shortage.of(Category.OPTIMIZER_STATE) * (1 - share_of_adapters),
+    }
+
+
+def _adapter_size(config: Config, model: nn.Module) -> int:
+    """Return the number of elements of the adapters: two matrices of `adapter.rank` per linear layer of the blocks."""
+    if config.adapter.targets != "auto":
+        return 0  # of layers by parts of their names: a small share
+    size = 0
+    for name in linear_layers(model):
+        weight: Any = model.get_submodule(name).weight
+        size += config.adapter.rank * sum(weight.shape)
+    return size
+
+
+def by_shards(config: Config, changed: Config, model: nn.Module, shortage: Shortage) -> Savings:
+    """Return what FSDP saves: all but one rank's share of parameters, gradients and optimizer state."""
+    ranks = torch.cuda.device_count()
+    if dist.is_available() and dist.is_initialized():
+        ranks = dist.get_world_size()
+    share = 1 - 1 / max(1, ranks)
+    categories = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
+    return {category: share * shortage.of(category) for category in categories}
+
+
+def _trained_sizes(model: nn.Module) -> list[int]:
+    """Return the number of elements of each trained parameter."""
+    return [math.prod(parameter.shape) for parameter in model.parameters() if parameter.requires_grad]

@@ -1,0 +1,94 @@
+"""The advice with which a run ends: it is about what filled memory in the phase that failed, and saves what it says."""
+
+import dataclasses
+import re
+
+import hf_files
+import pytest
+import runs
+from faults import Fault
+from harness import Recorded
+
+from trainapp.errors import TrainingStopped
+from trainapp.memory.live_tensors import Category, MemoryLimitExceeded
+from trainapp.oom.messages import final_message
+from trainapp.oom.report import describe
+from trainapp.units import parse_memory_size
+
+from .conftest import peak_of, tiny
+
+GPT = (*runs.MODELS["gpt"], "every.eval=2")
+OF_THE_FORWARD = ("precision=bf16", "activation_checkpointing", "memory.")
+LARGE_LLAMA = hf_files.LLAMA.replace("hidden_size: 32", "hidden_size: 256").replace("size: 48", "size: 512")
+TOKENS = ("data=synthetic_tokens", "data.vocab_size=64", "data.context_length=16", "data.size=64", "data.val_size=16")
+WHOLE = ("model=hf", "model.task=causal_lm", LARGE_LLAMA, *TOKENS, "train.ema=null", "batch.global_size=8")
+LORA = (*WHOLE, "adapter=lora")
+LINE = re.compile(r"^  (\S+=.+?): saves up to (\S+ \S+) \(.+\); costs .+$", re.MULTILINE)
+
+
+def advice(run_dir, *overrides, faults=(), **changes) -> dict[str, int]:
+    """The bytes by setting, in the order of the last message."""
+    with pytest.raises(TrainingStopped) as caught:
+        Recorded(tiny(run_dir, *overrides, changes=changes), *faults)
+    lines = str(caught.value).partition("Settings that save memory, best first")[2].splitlines()[1:-1]
+    found = {}
+    for line in lines:
+        setting, size = LINE.fullmatch(line).groups()
+        found[setting] = parse_memory_size(size.replace(" ", ""), 0)
+    assert len(found) == len(lines) <= 5
+    return found
+
+
+def test_a_commit_is_not_helped_by_techniques_of_the_forward(tmp_path):
+    found = advice(tmp_path, *GPT, "batch.micro_size=1", faults=[Fault("commit", 2, times=9)])
+    assert next(iter(found)) == "optimizer=adamw_bf16"
+    assert not any(setting.startswith(OF_THE_FORWARD) for setting in found)
+
+
+def test_an_evaluation_is_helped_by_what_it_does_itself(tmp_path):
+    """The forward that fails asks for 20 MiB, more than all that is in memory."""
+    changes = {"batch.eval_micro_size": "auto"}
+    found = advice(tmp_path, *GPT, faults=[Fault("evaluate", 2, above=0)], **changes)
+    assert next(iter(found)) == "precision=bf16"
+    assert not any(setting.startswith(("activation_checkpointing", "optimizer.in_backward")) for setting in found)
+
+
+def test_what_is_missing_is_of_what_the_limit_bounds(tmp_path):
+    """On a GPU other processes' memory is in the table, but not below the allocator's cap."""
+    run = runs.closed(tmp_path, *runs.MODELS["mlp"])
+    error = MemoryLimitExceeded("aten.mm", 300, 900, 1000)
+    failure = describe(run, error)
+    failure.by_category[Category.OUTSIDE_ALLOCATOR] = 2**30
+    message = final_message(run, dataclasses.replace(failure, limit=1000), 1, is_constant=False)
+    assert "Settings that save memory, best first; at least 200 B are missing (add mode=plan " in message
+    enough = dataclasses.replace(failure, limit=1200)
+    assert "Settings that save memory, best first (add" in final_message(run, enough, 1, is_constant=False)
+
+
+def needs_adapters():
+    pytest.importorskip("transformers", reason="needs the extra trainapp[hf]")
+    pytest.importorskip("peft", reason="needs the extra trainapp[peft]")
+
+
+@pytest.mark.slow
+def test_an_adapters_base_in_fp32_is_named_first_and_saves_what_is_said(tmp_path):
+    needs_adapters()
+    peak = peak_of(tmp_path / "peak", LORA, 1)
+    limited = {"batch.micro_size": "auto", "memory.limit": int(0.97 * peak)}
+    found = advice(tmp_path / "run", *LORA, **limited)
+    setting = "adapter.base_dtype=bf16 precision=bf16"
+    assert next(iter(found)) == setting
+    saved = peak - peak_of(tmp_path / "saved", (*LORA, *setting.split()), 1)
+    assert saved == pytest.approx(found[setting], rel=0.1)
+    optimizers = [name.startswith("optimizer=") for name in found]
+    assert sum(optimizers) <= 2
+
+
+@pytest.mark.slow
+def test_adapters_are_advised_where_gradients_and_state_fill_memory_and_save_what_is_said(tmp_path):
+    needs_adapters()
+    peak = peak_of(tmp_path / "peak", WHOLE, 1)
+    limited = {"batch.micro_size": "auto", "memory.limit": int(0.97 * peak)}
+    found = advice(tmp_path / "run", *WHOLE, **limited)
+    saved = peak - peak_of(tmp_path / "saved", LORA, 1)
+    assert saved == pytest.approx(found["adapter=lora"], rel=0.1)
