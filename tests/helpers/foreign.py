@@ -212,3 +212,10 @@ class LateMomentum(torch.optim.Optimizer):
                 if state["step"] >= 3:
                     change = state.setdefault("momentum", torch.zeros_like(parameter)).mul_(0.9).add_(change)
                 parameter.sub_(change, alpha=group["lr"] / state["step"])
+
+
+class ListsByDefault(torch.optim.NAdam):
+    """With kernels over lists of tensors, as torch's optimizers without fused kernels have them on a GPU."""
+
+    def __init__(self, params, lr: float = 2e-3, foreach: bool = True):
+        super().__init__(params, lr=lr, foreach=foreach)

@@ -1,6 +1,7 @@
 """After a recovery: no sample lost or repeated, no tensor of the failed step left, the same weights."""
 
 import itertools
+import json
 import weakref
 from collections.abc import Iterable
 
@@ -185,6 +186,26 @@ def test_commit_that_never_fits_ends(tmp_path, schedule):
     with pytest.raises(TrainingStopped):
         Recorded(tiny(tmp_path, *cell("mlp", "fp32"), schedule=schedule), injector=injector)
     assert injector.fired[fault] == 4
+
+
+NADAM = ("optimizer={_target_: foreign.ListsByDefault, lr: 0.002}", "user_packages=[foreign]")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_asked_for", [False, True])
+def test_an_optimizers_step_is_first_retried_without_copies_of_all_parameters(tmp_path, is_asked_for):
+    """With the same micro-batch, unless the kernels that make them are asked for."""
+    chosen = ("+optimizer.foreach=true",) if is_asked_for else ()
+    config = tiny(tmp_path, *MODELS["mlp"], *NADAM, *chosen, "batch.micro_size=8", "train.max_steps=4")
+    ended = Recorded(config, Fault("commit", 2))
+    (report,) = (tmp_path / "oom").glob("*.json")
+    action = json.loads(report.read_text())["action"]
+    if is_asked_for:
+        assert action.endswith("with micro-batch 8 -> 4")
+    else:
+        assert action.endswith("with optimizer.foreach=false, whose kernels make no temporary copies of the parameters")
+        assert "8 -> 4" not in action
+    assert ended.run.state.optimizer.defaults["foreach"] is is_asked_for
 
 
 def test_off_lets_it_through(tmp_path):

@@ -6,6 +6,7 @@ from trainapp.losses import losses
 from trainapp.memory.live_tensors import Category
 from trainapp.oom.failure import Failure
 from trainapp.oom.report import sizes_of_phase
+from trainapp.optim.optimizers import uses_foreach
 from trainapp.sizes.failures import ErrorKind
 from trainapp.techniques.advice import advised
 from trainapp.techniques.catalogue import Situation
@@ -105,13 +106,7 @@ def _kernels_without_copies(session: Session) -> list[str]:
     remedies = []
     if "fused" in parameters and not options.get("fused") and not options.get("dampening"):
         remedies.append("optimizer.fused=true")
-
-    # Unless it is told, torch's optimizers use these kernels on a GPU only.
-    by_default = session.state.device.type == "cuda"
-    uses_foreach = options.get("foreach", False)
-    if uses_foreach is None:
-        uses_foreach = by_default and not options.get("fused")
-    if "foreach" in parameters and uses_foreach:
+    if uses_foreach(optimizer, session.state.device):
         remedies.append("+optimizer.foreach=false (slower)")
     if not remedies:
         return []

@@ -215,6 +215,18 @@ def _has_nonzero_state(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
+def uses_foreach(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Return whether the optimizer's step runs kernels over lists of tensors, which need a temporary copy of all
+    parameters. Unless they are told, torch's optimizers do so on a GPU only.
+    """
+    options = optimizer.defaults
+    if "foreach" not in inspect.signature(type(optimizer)).parameters:
+        return False
+    if options.get("foreach") is None:
+        return device.type == "cuda" and not options.get("fused")
+    return bool(options["foreach"])
+
+
 def _is_shipped(kind: Any) -> bool:
     """Return whether torch or trainapp ships this class: a step of any other class may change anything."""
     package = str(getattr(kind, "__module__", "")).partition(".")[0]

@@ -3,10 +3,13 @@
 import dataclasses
 
 from trainapp.checkpoint.manifest import read_manifest
+from trainapp.config.schema import Config
 from trainapp.memory import host
 from trainapp.oom import recovery
 from trainapp.oom.decision import Decision, RecoveryKind, decide
-from trainapp.oom.failure import Failure
+from trainapp.oom.failure import Failure, Recovery
+from trainapp.oom.report import sizes_of_phase
+from trainapp.optim.optimizers import uses_foreach
 from trainapp.parallel.ranks import answered_by_rank_zero
 from trainapp.run import directory, resume
 from trainapp.run.prepare import SessionStart
@@ -78,12 +81,18 @@ def _restart(session: Session, failure: Failure, decision: Decision) -> SessionS
         origin_text = f"the checkpoint of step {checkpoint_step}"
         resumed = str(checkpoint)
 
-    # The size to start with.
-    change = recovery.change_size(session, failure, decision)
+    # What is different: first the optimizer's kernels, which is cheaper, then the size.
+    if _can_spare_copies(session, failure):
+        config = _without_foreach(config)
+        size = sizes_of_phase(session, failure.phase).current_size
+        change = Recovery(size, size)
+        difference = "optimizer.foreach=false, whose kernels make no temporary copies of the parameters"
+    else:
+        change = recovery.change_size(session, failure, decision)
+        difference = f"micro-batch {change.old_size} -> {change.new_size}"
     repeated = session.state.progress.step - checkpoint_step
     action = (
-        f"{decision.reason}; restarting from {origin_text} and repeating {repeated} finished steps, with "
-        f"micro-batch {change.old_size} -> {change.new_size}"
+        f"{decision.reason}; restarting from {origin_text} and repeating {repeated} finished steps, with {difference}"
     )
     failure.recovery = dataclasses.replace(change, action=action)
     recovery.report(session, failure)
@@ -100,3 +109,16 @@ def _restart(session: Session, failure: Failure, decision: Decision) -> SessionS
         written=session.snapshot.written,
         task_states=session.recovery.task_states,
     )
+
+
+def _can_spare_copies(session: Session, failure: Failure) -> bool:
+    """Return whether the optimizer's step has failed by kernels over lists of tensors that nobody has asked for."""
+    settings = session.config.optimizer
+    is_chosen = session.config.updates or "foreach" in settings.arguments
+    is_of_step = failure.phase.is_partly_applied and not failure.phase.updates_in_backward
+    return is_of_step and not is_chosen and uses_foreach(session.state.optimizer, session.state.device)
+
+
+def _without_foreach(config: Config) -> Config:
+    arguments = {**config.optimizer.arguments, "foreach": False}
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, arguments=arguments))
