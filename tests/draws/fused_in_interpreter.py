@@ -348,3 +348,12 @@ def test_the_trial_passes_and_notices_other_numbers(monkeypatch, caplog):
     assert not fused._is_usable(device)
     assert "Triton computes other numbers" in caplog.text
     fused._is_usable.cache_clear()
+
+
+def test_the_trial_succeeds_where_fp64_is_the_default():
+    """As in the check of a loss."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        fused._try_kernel(torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)

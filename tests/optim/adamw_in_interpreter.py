@@ -133,7 +133,7 @@ def test_nan_stays_nan(monkeypatch, state_dtype):
     parameter = nn.Parameter(torch.zeros(512))
     optimizer = AdamW([parameter], state_dtype=state_dtype)
     parameter.grad = torch.zeros(512)
-    parameter.grad[3] = torch.nan
+    parameter.grad[3] = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)  # CUDA's NaN
     optimizer.step()
     assert parameter[3].isnan()
     parameter.grad = torch.zeros(512)

@@ -93,6 +93,8 @@ def test_what_bf16_can_hold_is_unchanged():
     exact = torch.cat([values, special])
     assert torch.equal(rounded(exact).float(), exact)
     assert rounded(torch.full((1000,), float("nan"))).isnan().all()
+    nan_of_cuda = torch.full((1000,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # noise overflows its bits
+    assert rounded(nan_of_cuda).isnan().all()
 
 
 # Moments in 8 or 4 bits

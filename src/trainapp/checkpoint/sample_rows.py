@@ -52,9 +52,9 @@ class SampleRows:
     @torch.no_grad()
     def join(self, ranks: Ranks) -> list[Rows]:
         """Give all ranks the rows of all samples. Return the buffers that cannot be joined, by rank. Collective."""
-        buffers = self._buffers()
-        if ranks.world_size == 1 or not buffers:
+        if ranks.world_size == 1 or not self.names:  # classes declare them, so that they are equal on all ranks
             return []
+        buffers = self._buffers()
 
         # States of a recurrent network are small: every rank may have those of all.
         buffers_by_rank = ranks.all_gather_object({name: _on_host(buffer) for name, buffer in buffers.items()})

@@ -245,7 +245,7 @@ def _try_kernel(device: torch.device) -> None:
     """Draw a few numbers as the kernel does. Raises an error if it cannot be built or is wrong."""
     keys = torch.arange(2)[:, None]
     expected = counter_based.uniform(keys, 0, 3, torch.float32, -0.3, 0.4)
-    target = torch.empty(2, 3, device=device)
+    target = torch.empty(2, 3, dtype=torch.float32, device=device)  # a trial may make fp64 the default
     draw = _uniform(target, -0.3, 0.4)
     assert draw is not None, "floats are drawn"
     fill(draw, target, DrawLayout("uniform_", dimensions=2, axis=0), keys.to(device), seed=0)

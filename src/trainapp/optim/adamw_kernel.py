@@ -23,7 +23,8 @@ def _rounded(values, noise, dtype: tl.constexpr):
     """
     if dtype == tl.bfloat16:
         bits = (values.to(tl.int32, bitcast=True) + noise) & -LAST_BIT
-        values = bits.to(tl.float32, bitcast=True)  # what bf16 can hold
+        rounded = bits.to(tl.float32, bitcast=True)  # what bf16 can hold
+        values = tl.where(values == values, rounded, values)  # NaN has bits that overflow
     return values.to(dtype)
 
 
@@ -159,7 +160,7 @@ def _write_moments(
 @triton.jit
 def _updated(old_weight, slope, first, second, options):
     """Return the new parameter, its moments and the root of the second one, all in fp32."""
-    mean_share, square_decay, square_share, weight_decay, root_correction, eps, step_size = options
+    mean_share, square_decay, square_share, weight_factor, root_correction, eps, step_size = options
     # Moving averages of the gradient and of its square, as torch's `lerp` and `addcmul` compute them.
     if mean_share < 0.5:
         first = first + mean_share * (slope - first)
@@ -167,7 +168,7 @@ def _updated(old_weight, slope, first, second, options):
         first = slope - (slope - first) * (1 - mean_share)
     second = second * square_decay + square_share * slope * slope
     root = tl.sqrt_rn(second)
-    weight = old_weight * weight_decay - step_size * first / (root / root_correction + eps)
+    weight = old_weight * weight_factor - step_size * first / (root / root_correction + eps)
     return weight, first, second, root
 
 
@@ -183,7 +184,7 @@ def _updated(old_weight, slope, first, second, options):
 #     mean_share          of the gradient in the first moment
 #     square_decay        what remains of the second moment
 #     square_share        of the squared gradient in it
-#     weight_decay        what remains of the parameter
+#     weight_factor       what remains of the parameter
 #     root_correction     of the second moment's root, which starts at 0
 #     eps                 added to the corrected root
 #     step_size           the rate, divided by the first moment's correction
@@ -208,7 +209,7 @@ def adamw(
     mean_share,
     square_decay,
     square_share,
-    weight_decay,
+    weight_factor,
     root_correction,
     eps,
     step_size,
@@ -237,7 +238,7 @@ def adamw(
     old_weight = tl.load(weight + element, mask=exists, other=0).to(tl.float32)
     slope = tl.load(gradient + element, mask=exists, other=0).to(tl.float32)
     first, second = _read_moments(means, squares, place, exists, BITS, BLOCK)
-    options = (mean_share, square_decay, square_share, weight_decay, root_correction, eps, step_size)
+    options = (mean_share, square_decay, square_share, weight_factor, root_correction, eps, step_size)
     new_weight, first, second, root = _updated(old_weight, slope, first, second, options)
     tl.store(weight + element, _rounded(new_weight, noise_of_weight, weight.dtype.element_ty), mask=exists)
     _write_moments(means, squares, (first, second, root), noise, place, exists, LEVELS, NUMBER_OF_ZERO, BITS, BLOCK)

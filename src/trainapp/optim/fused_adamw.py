@@ -79,7 +79,7 @@ def update(
             mean_share=1 - beta1,
             square_decay=beta2,
             square_share=1 - beta2,
-            weight_decay=1 - learning_rate * group["weight_decay"],
+            weight_factor=1 - learning_rate * group["weight_decay"],
             root_correction=(1 - beta2**step) ** 0.5,
             eps=group["eps"],
             step_size=learning_rate / (1 - beta1**step),
@@ -129,11 +129,11 @@ def _is_usable(device: torch.device) -> bool:
 
 def _try_kernel(device: torch.device) -> None:
     """Update a parameter of one element. Raises an error if the kernel cannot be built or is wrong."""
-    weight = torch.ones(1, device=device)
-    gradient = torch.ones(1, device=device)
+    weight = torch.ones(1, dtype=torch.float32, device=device)
+    gradient = torch.ones_like(weight)
     group = {"betas": (0.9, 0.999), "lr": 0.5, "weight_decay": 0.0, "eps": 0.0}
-    mean = Moment(torch.zeros(1, device=device))
-    square = Moment(torch.zeros(1, device=device))
+    mean = Moment(torch.zeros_like(weight))
+    square = Moment(torch.zeros_like(weight))
     update(weight, gradient, mean, square, step=1, index=0, group=group)
     if abs(weight.item() - 0.5) > 1e-5:  # waits for the device, once
         raise ArithmeticError("Triton computes another update")

@@ -99,7 +99,8 @@ class AdamW(torch.optim.Optimizer):
             square = self._moment(state, "exp_avg_sq")
             fused_adamw.update(weight, gradient, mean, square, state["step"], index, group)
             return
-        # Below 2 ** 32 for long: the CPU's generator takes the lower half of a seed (ATen/core/MT19937RNGEngine.h).
+        # The CPU's generator takes the lower half of a seed (ATen/core/MT19937RNGEngine.h): from step 65,536 on, a
+        # parameter has numbers that another one has had so many steps before.
         generator.manual_seed(state["step"] * 65_537 + index)
         self._update_in_pieces(weight, gradient, state, group, generator)
 
@@ -211,7 +212,9 @@ def copy_rounded(target: Tensor, source: Tensor, generator: torch.Generator) -> 
     """
     # Add noise below bf16's last bit, and drop the bits below it: the sum carries into it with the right probability.
     if target.dtype is torch.bfloat16:
+        is_nan = source.isnan()
         bits = source.view(torch.int32)
         noise = torch.randint(0, _LAST_BIT, source.shape, dtype=torch.int32, device=source.device, generator=generator)
         bits.add_(noise).bitwise_and_(-_LAST_BIT)  # now a bf16 in fp32: the copy below is exact
+        source.masked_fill_(is_nan, torch.nan)  # whose bits may have overflowed
     target.copy_(source)

@@ -1,11 +1,10 @@
-"""A thread on each rank that ends its process when another rank has ended, since memory ran out where no vote was cast.
+"""A thread on each rank that ends its process once another rank has ended after running out of memory outside a vote.
 
 A rank that waits in a collective cannot act on the launcher's SIGTERM: NCCL waits outside of Python. The launcher would
 kill it 30 seconds later, and restart the workers only then.
 """
 
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -13,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 INTERVAL = 0.2  # seconds between two looks at the store, of which one takes 30 microseconds on one machine
-log = logging.getLogger(__name__)
 
 
 class Store(Protocol):
@@ -29,14 +27,14 @@ class PeerWatch:
 
     Args:
         store: shared by the ranks.
-        leave: called, in the thread, once another rank has set the key. It does not return.
+        end_process: called, in the thread, once another rank has set the key. It does not return.
     """
 
-    def __init__(self, store: Store, leave: Callable[[], None]):
+    def __init__(self, store: Store, end_process: Callable[[], None]):
         # A launcher may keep its store when it restarts workers.
         self._key = f"out of memory, restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store = store
-        self._leave = leave
+        self._end_process = end_process
         self._is_closed = threading.Event()
         threading.Thread(target=self._watch, name="peer watch", daemon=True).start()
 
@@ -60,4 +58,4 @@ class PeerWatch:
             except RuntimeError:  # the store's host has left: the launcher ends the others
                 return
             if is_announced and not self._is_closed.is_set():
-                self._leave()
+                self._end_process()

@@ -13,8 +13,9 @@
 | objects with their own state: `get_extra_state`, generators, a task, a data set | by their `Owner` |
 
 Copying every parameter would take the memory of a second model. Instead, the parameter's version counter reveals a
-write, and so do checksums in the first two steps (writes through `.data` or NumPy leave the version unchanged); from
-then on the parameter is copied. A first write cannot be undone: `restore` names it in `lost`.
+write, and so do checksums in the steps that are verified, since writes through `.data` or NumPy leave the version
+unchanged: in the first two steps, and in steps 4, 8, 16 and so on. From then on the parameter is copied. A first write
+cannot be undone: `restore` names it in `lost`.
 
     snapshot = Snapshot({"model": model}, owners)
     snapshot.take()         # at the start of a step
@@ -86,8 +87,8 @@ class State:
     copies: list[tuple[Tensor, Tensor]]  # a tensor and its copy
     constants: dict[int, _Constant]  # by id
     arrays: list[tuple[np.ndarray, np.ndarray]]  # an array and its copy
-    checksums: dict[str, Tensor]  # of the structure's rarely written tensors; empty after the first steps
-    # Of tuples, lists and similar values, for each of `references.attributes`; empty after the first steps.
+    checksums: dict[str, Tensor]  # of the structure's rarely written tensors; empty in steps that are not verified
+    # Of tuples, lists and similar values, for each of `references.attributes`; empty in steps that are not verified.
     fingerprints: list[dict[str, Any]]
 
     def copies_by_id(self) -> dict[int, Tensor]:
@@ -128,7 +129,7 @@ class Snapshot:
 
     Attributes:
         written: names of the parameters that forwards are known to write.
-        changes: names of whatever the first steps' forwards changed.
+        changes: names of whatever the forwards of verified steps changed.
         lost: names of the parameters that the last `restore` found written without having a copy.
         verifies: whether this is one of the steps that are looked at so closely.
     """
@@ -238,7 +239,7 @@ class Snapshot:
                 elif isinstance(value, tuple):
                     constants.extend(map(memory_of, restorable_tensors(value)))
 
-        # In the first steps also what reveals writes that leave no trace.
+        # In verified steps also what reveals writes that leave no trace.
         checksums: dict[str, Tensor] = {}
         fingerprints: list[dict[str, Any]] = []
         if self.verifies:
@@ -312,9 +313,9 @@ class Snapshot:
         """Return the names of the parameters and constants to copy in any case."""
         if parameters == "written":
             return list(self.written)
-        names = []
+        names = list(self.written)
         for name, leaf in zip(self._structure.parameters, self._structure.leaves, strict=True):
-            if parameters == "all" or leaf.requires_grad or name in self.written:
+            if (parameters == "all" or leaf.requires_grad) and name not in self.written:
                 names.append(name)
         return names
 
@@ -384,13 +385,13 @@ class Snapshot:
         self.verifies = self._finished_steps < self._verified_steps
 
     def not_restored(self) -> list[str]:
-        """Return the names of what the first steps have changed, and of which `take` makes no copy: it is too large."""
+        """Return the names of what verified steps have changed, and of which `take` makes no copy: it is too large."""
         held = self._structure.held
         too_large = {*held.too_large_containers(), *held.too_large_values().values()}
         return sorted(too_large & self.changes)
 
     def advanced_iterators(self) -> list[str]:
-        """Return the names of the iterators, and of containers of them, that the first steps have advanced."""
+        """Return the names of the iterators, and of containers of them, that verified steps have advanced."""
         names = []
         for _, name, value in self._named_attributes():
             if name in self.changes and has_iterators(value):
@@ -432,7 +433,7 @@ class Snapshot:
             if version != version_before:
                 written.add(name)
 
-        # In the first steps by checksums too: not all writes change the version.
+        # In verified steps by checksums too: not all writes change the version.
         with outside_dispatch_modes():
             for name, checksum_before in state.checksums.items():
                 if not torch.equal(checksum(rarely_written[name]), checksum_before):
@@ -522,8 +523,8 @@ class Snapshot:
         for leaf, needs_gradient in zip(state.structure.leaves, state.need_gradients, strict=True):
             leaf.requires_grad_(needs_gradient)
         for tensor, version, constant_copy in state.constants.values():
-            # After the first steps only if the version has changed: a copy may be older than a write that left the
-            # version as it was, such as the optimizer's where an attribute refers to a `weight.data`.
+            # Unless the step is verified, only if the version has changed: a copy may be older than a write that left
+            # the version as it was, such as the optimizer's where an attribute refers to a `weight.data`.
             if constant_copy is not None and (state.checksums or version_of(tensor) != version):
                 _restore_tensor(tensor, constant_copy)
         for tensor, copy in state.copies:

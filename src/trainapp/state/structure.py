@@ -67,7 +67,9 @@ class Structure:
         self._end_of_library = self._first_of_library + len(library_modules)
 
         # Whose registry or attributes each is, in the order of `registries`, `attributes` and `objects`.
-        name_by_module = {id(module): name for name, module in named_modules}
+        name_by_module: dict[int, str] = {}  # the first one, as of tensors
+        for name, module in named_modules:
+            name_by_module.setdefault(id(module), name)
         names: list[str] = []
         for module in self.modules:
             names.extend([name_by_module[id(module)]] * REGISTRIES)

@@ -19,11 +19,17 @@ from trainapp.memory.static import size_of
 from trainapp.models.adapters import linear_layers
 from trainapp.models.inspect import last_layer
 from trainapp.optim.low_precision import SMALLEST
+from trainapp.optim.quantizer import BLOCKS
 from trainapp.techniques.chunked_loss import auto_rows
 
 MODES_IN_FP32 = ("fp32", "tf32")  # of precision: all others compute in 16 bits
-# Of AdamW's two moments together, by their dtype, in numbers of fp32 per element.
-_SIZE_OF_MOMENTS = {"fp32": 2.0, "bf16": 1.0, "8bit": 0.5, "4bit": 2 / 7}
+# Of AdamW's two moments together, by their dtype, in numbers of fp32 per element: of codes with a scale per block.
+_SIZE_OF_MOMENTS = {
+    "fp32": 2.0,
+    "bf16": 1.0,
+    "8bit": 2 * (1 / 4 + 1 / BLOCKS["8bit"]),
+    "4bit": 2 * (1 / 8 + 1 / BLOCKS["4bit"]),
+}
 Savings = Mapping[Category, float]  # bytes saved at most, by category
 
 
@@ -66,7 +72,7 @@ def optimizer_state_size(config: Config) -> float | None:
         case "torch.optim.NAdam" | "torch.optim.RAdam":
             return 2.0
         case "trainapp.optim.low_precision.AdamW":
-            return _SIZE_OF_MOMENTS[arguments.get("state_dtype", "fp32")]
+            return _SIZE_OF_MOMENTS[arguments.get("state_dtype", "bf16")]
         case "trainapp.optim.muon.Muon":
             return 1.0
         case "torch.optim.Adafactor":

@@ -78,7 +78,7 @@ def warn_of_carried_state(
         now: its results.
     """
     for name, value in now.items():
-        is_equal = math.isclose(value, without[name], rel_tol=_ROUNDING)
+        is_equal = math.isclose(value, without[name], rel_tol=_ROUNDING, abs_tol=_ROUNDING * abs(now["count"]))
         if not is_equal and not (math.isnan(value) and math.isnan(without[name])):
             warn_of_writes_in_evaluation(session, session.evaluation.written, micro.samples)
             return
