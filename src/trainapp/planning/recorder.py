@@ -32,6 +32,18 @@ _NAMES = {
 }
 
 
+class Moment(NamedTuple):
+    """The highest point of half a phase, in bytes: of its first or its second half, by events."""
+
+    phase: str
+    categories: dict[str, int]  # bytes by category, of which some are 0
+
+    @property
+    def total(self) -> int:
+        """The bytes of all categories."""
+        return sum(self.categories.values())
+
+
 @dataclass(frozen=True)
 class Breakdown:
     """The highest point of some work, in bytes, and what the work has shown of the model.
@@ -49,6 +61,8 @@ class Breakdown:
         smallest: the fewest samples that the model accepts.
         blocks: the number of the model's blocks.
         techniques: those that apply and are not in use.
+        moments: two per phase, in the order of the work; a phase may come several times. Empty if not recorded.
+        leaves_out_blocks: whether it was extrapolated from traces of a few of the model's blocks.
     """
 
     total: int = 0
@@ -63,13 +77,28 @@ class Breakdown:
     smallest: int = 1
     blocks: int = 0
     techniques: tuple[Technique, ...] = ()
+    moments: tuple[Moment, ...] = ()
+    leaves_out_blocks: bool = False
 
     def joined(self, other: "Breakdown") -> "Breakdown":
-        """Return the higher of both, with the phases of both."""
+        """Return the higher of both, with the phases and the moments of both, of which `other` is the later."""
         names = dict.fromkeys([*self.phases, *other.phases])
         phases = {name: max(self.phases.get(name, 0), other.phases.get(name, 0)) for name in names}
         higher = self if self.total >= other.total else other
-        return replace(higher, phases=phases)
+        return replace(higher, phases=phases, moments=self.moments + other.moments)
+
+    def with_constant(self, category: str, size: int) -> "Breakdown":
+        """Return the breakdown with bytes that are there all the time, in a category of their own."""
+        moments = []
+        for moment in self.moments:
+            moments.append(moment._replace(categories=moment.categories | {category: size}))
+        return replace(
+            self,
+            total=self.total + size,
+            phases={name: phase_size + size for name, phase_size in self.phases.items()},
+            categories=self.categories | {category: size},
+            moments=tuple(moments),
+        )
 
 
 class Recorder(CpuMemory):
@@ -157,15 +186,22 @@ def _breakdown(counter: _Counter) -> Breakdown:
     if not len(live):
         return Breakdown(phases=phases)
 
-    # What was in memory at the highest of all.
+    # What was in memory at the highest of all, and of each half of a phase.
+    by_category = {category.value: s for category, s in stacked(counter.events, counter.categories).items()}
     peak_event = int(live.argmax())
     peak_phase = ""
     for (start, phase), end in zip(starts, ends, strict=True):
         if start <= peak_event < end:
             peak_phase = phase
-    at_peak = {}
-    for category, sizes in stacked(counter.events, counter.categories).items():
-        at_peak[category.value] = int(sizes[peak_event])
+    moments = []
+    for (start, phase), end in zip(starts, ends, strict=True):
+        middle = (start + end) // 2
+        for first, last in ((start, middle), (middle, end)):
+            first = max(0, first - 1)  # as above
+            last = max(last, first + 1)
+            event = first + int(live[first:last].argmax())
+            moments.append(Moment(phase, {name: int(sizes[event]) for name, sizes in by_category.items()}))
+    at_peak = {name: int(sizes[peak_event]) for name, sizes in by_category.items()}
     largest_first = sorted(at_peak.items(), key=lambda category_and_size: -category_and_size[1])
     return Breakdown(
         total=int(live[peak_event]),
@@ -175,4 +211,5 @@ def _breakdown(counter: _Counter) -> Breakdown:
         categories={category: size for category, size in largest_first if size},
         events=list(counter.events),
         numbered=dict(counter.categories),
+        moments=tuple(moments),
     )
