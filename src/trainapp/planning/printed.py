@@ -61,7 +61,7 @@ class _Parts:
         technique = part["technique"]
         if self._progress is None:
             self._progress = Progress(technique["most"], 0, unit="technique")
-        peak_text = "does not apply"
+        peak_text = "no plan"  # it does not apply, or cannot be traced
         if technique["peak_bytes"] is not None:
             peak_text = f"peak {bytes_text(technique['peak_bytes'])}"
         log.info("%s with %s", peak_text, technique["overrides"])

@@ -322,7 +322,7 @@ def _pass_on(reports: int, position: int, on_report: OnReport) -> int:
 
 
 def report(part: Facts) -> None:
-    """Send a part of the result to the process that waits for it, as JSON. No effect outside of the planner's process."""
+    """Send a part of the result to the process that waits for it, as JSON; no effect outside of the planner's."""
     for file in _reports:
         file.write(json.dumps(part) + "\n")
         file.flush()

@@ -66,6 +66,7 @@ class TracedEstimator:
         self._is_of_transformers = False  # the last model that was traced
         self._blocks = 0  # number of the model's blocks, known after the first trace
         self._leaves_out_blocks: bool | None = None  # None before the first trace
+        self._extrapolated: dict[tuple[str, int], Breakdown] = {}  # by configuration and size; they hold no events
 
     @property
     def margin(self) -> float:
@@ -124,6 +125,10 @@ class TracedEstimator:
 
     def _extrapolated_peak(self, config: Config, size: int) -> Breakdown:
         """Return the peak on the lines through the traces with FEW_BLOCKS. Raises UnequalBlocks."""
+        key = (repr(config), size)
+        if key in self._extrapolated:
+            return self._extrapolated[key]
+
         settings = config.activation_checkpointing
         breakdowns = []
         for count in FEW_BLOCKS:
@@ -131,7 +136,8 @@ class TracedEstimator:
             with_modes = dataclasses.replace(settings, modes=modes)
             changed = dataclasses.replace(config, activation_checkpointing=with_modes)
             breakdowns.append(self.full_peak(changed, size, count))
-        return _with_blocks(self._blocks, *breakdowns)
+        self._extrapolated[key] = _with_blocks(self._blocks, *breakdowns)
+        return self._extrapolated[key]
 
     def full_peak(self, config: Config, size: int, blocks: int | None = None) -> Breakdown:
         """Return the peak of a trace: see `peak`. Raises UnequalBlocks.
