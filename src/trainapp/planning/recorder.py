@@ -32,16 +32,17 @@ _NAMES = {
 }
 
 
-class Moment(NamedTuple):
-    """The highest point of half a phase, in bytes: of its first or its second half, by events."""
+class Span(NamedTuple):
+    """The memory during a phase. A phase may come several times: once per micro-batch."""
 
     phase: str
-    categories: dict[str, int]  # bytes by category, of which some are 0
+    levels: dict[str, np.ndarray]  # by category: bytes before the phase's first event, and after each event
 
     @property
-    def total(self) -> int:
+    def total(self) -> np.ndarray:
         """The bytes of all categories."""
-        return sum(self.categories.values())
+        total: np.ndarray = sum(self.levels.values(), np.zeros((), np.int64))
+        return total
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Breakdown:
         smallest: the fewest samples that the model accepts.
         blocks: the number of the model's blocks.
         techniques: those that apply and are not in use.
-        moments: two per phase, in the order of the work; a phase may come several times. Empty if not recorded.
+        spans: the phases of the work, in order. Empty if not recorded.
         leaves_out_blocks: whether it was extrapolated from traces of a few of the model's blocks.
     """
 
@@ -77,27 +78,28 @@ class Breakdown:
     smallest: int = 1
     blocks: int = 0
     techniques: tuple[Technique, ...] = ()
-    moments: tuple[Moment, ...] = ()
+    spans: tuple[Span, ...] = ()
     leaves_out_blocks: bool = False
 
     def joined(self, other: "Breakdown") -> "Breakdown":
-        """Return the higher of both, with the phases and the moments of both, of which `other` is the later."""
+        """Return the higher of both, with the phases and the spans of both, of which `other` is the later."""
         names = dict.fromkeys([*self.phases, *other.phases])
         phases = {name: max(self.phases.get(name, 0), other.phases.get(name, 0)) for name in names}
         higher = self if self.total >= other.total else other
-        return replace(higher, phases=phases, moments=self.moments + other.moments)
+        return replace(higher, phases=phases, spans=self.spans + other.spans)
 
     def with_constant(self, category: str, size: int) -> "Breakdown":
         """Return the breakdown with bytes that are there all the time, in a category of their own."""
-        moments = []
-        for moment in self.moments:
-            moments.append(moment._replace(categories=moment.categories | {category: size}))
+        spans = []
+        for span in self.spans:
+            constant = np.full_like(span.total, size)
+            spans.append(span._replace(levels=span.levels | {category: constant}))
         return replace(
             self,
             total=self.total + size,
             phases={name: phase_size + size for name, phase_size in self.phases.items()},
             categories=self.categories | {category: size},
-            moments=tuple(moments),
+            spans=tuple(spans),
         )
 
 
@@ -186,21 +188,18 @@ def _breakdown(counter: _Counter) -> Breakdown:
     if not len(live):
         return Breakdown(phases=phases)
 
-    # What was in memory at the highest of all, and of each half of a phase.
+    # What was in memory at the highest of all, and all the time.
     by_category = {category.value: s for category, s in stacked(counter.events, counter.categories).items()}
     peak_event = int(live.argmax())
     peak_phase = ""
     for (start, phase), end in zip(starts, ends, strict=True):
         if start <= peak_event < end:
             peak_phase = phase
-    moments = []
+    spans = []
     for (start, phase), end in zip(starts, ends, strict=True):
-        middle = (start + end) // 2
-        for first, last in ((start, middle), (middle, end)):
-            first = max(0, first - 1)  # as above
-            last = max(last, first + 1)
-            event = first + int(live[first:last].argmax())
-            moments.append(Moment(phase, {name: int(sizes[event]) for name, sizes in by_category.items()}))
+        first = max(0, start - 1)  # as above
+        levels = {name: sizes[first : max(end, first + 1)] for name, sizes in by_category.items()}
+        spans.append(Span(phase, levels))
     at_peak = {name: int(sizes[peak_event]) for name, sizes in by_category.items()}
     largest_first = sorted(at_peak.items(), key=lambda category_and_size: -category_and_size[1])
     return Breakdown(
@@ -211,5 +210,5 @@ def _breakdown(counter: _Counter) -> Breakdown:
         categories={category: size for category, size in largest_first if size},
         events=list(counter.events),
         numbered=dict(counter.categories),
-        moments=tuple(moments),
+        spans=tuple(spans),
     )

@@ -4,9 +4,10 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +22,7 @@ from trainapp.models.inspect import blocks_of, is_of_transformers
 from trainapp.optim import precision
 from trainapp.planning.absent_gpu import AbsentGpu
 from trainapp.planning.cuda_kernels import EngineOnCuda
-from trainapp.planning.recorder import Breakdown, Moment, Recorder
+from trainapp.planning.recorder import Breakdown, Recorder, Span
 from trainapp.planning.simulated_ranks import simulated
 from trainapp.planning.values import MadeUpValues, NeedsValues, document_borders
 from trainapp.planning.work import Fake, Work, largest_share, longest, planned_config, without_values
@@ -193,7 +194,11 @@ class TracedEstimator:
                 breakdown = dataclasses.replace(breakdown, notes=(*breakdown.notes, _VARIES))
             if values.reads:
                 breakdown = dataclasses.replace(breakdown, notes=(*breakdown.notes, _MADE_UP))
-            return breakdown if gpu is None else gpu.with_untraced_memory(breakdown, engine, config)
+            if gpu is not None:
+                breakdown = gpu.with_untraced_memory(breakdown, engine, config)
+            if blocks is None:  # nothing is extrapolated from it
+                breakdown = dataclasses.replace(breakdown, spans=())
+            return breakdown
 
     def _planned_samples(self, config: Config, size: int) -> int:
         """Return the samples of the planned step, over all ranks.
@@ -215,26 +220,27 @@ def _has_equal_settings(config: Config) -> bool:
     return settings.mode == "none" or settings.every == 1
 
 
+class _Moment(NamedTuple):
+    """A point of a step."""
+
+    phase: str
+    categories: dict[str, int]  # bytes, of which some may be 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.categories.values())
+
+
 def _with_blocks(blocks: int, few: Breakdown, more: Breakdown) -> Breakdown:
     """Return the breakdown of a model with this number of blocks, from traces with two smaller ones, FEW_BLOCKS.
 
-    What is in memory at a given point of the step grows by equal bytes with each block. The peak moves to another point
-    as it grows: from the head of the model, say, to the first block's backward. So each half of a phase has a line of
-    its own, and the peak is on the highest: between the blocks, memory rises or falls steadily, so that it is highest
-    at one of both ends. Raises UnequalBlocks if the steps of both differ.
+    Raises UnequalBlocks if the phases of their steps differ.
     """
-    if [moment.phase for moment in few.moments] != [moment.phase for moment in more.moments]:
+    if [span.phase for span in few.spans] != [span.phase for span in more.spans]:
         raise UnequalBlocks("steps with more blocks have other phases")
-    few_count, more_count = FEW_BLOCKS
-
-    moments = []
-    for at_few, at_more in zip(few.moments, more.moments, strict=True):
-        categories = {}
-        for name in dict.fromkeys([*at_few.categories, *at_more.categories]):
-            few_bytes = at_few.categories.get(name, 0)
-            difference = at_more.categories.get(name, 0) - few_bytes
-            categories[name] = few_bytes + difference * (blocks - few_count) // (more_count - few_count)
-        moments.append(Moment(at_few.phase, categories))
+    moments: list[_Moment] = []
+    for span_of_few, span_of_more in zip(few.spans, more.spans, strict=True):
+        moments.extend(_highest_moments(blocks, span_of_few, span_of_more))
 
     phases: dict[str, int] = {}
     for moment in moments:
@@ -250,9 +256,53 @@ def _with_blocks(blocks: int, few: Breakdown, more: Breakdown) -> Breakdown:
         events=[],
         numbered={},
         blocks=blocks,
-        moments=tuple(moments),
+        spans=(),
         leaves_out_blocks=True,
     )
+
+
+def _highest_moments(blocks: int, few: Span, more: Span) -> Iterator[_Moment]:
+    """Yield the points of a phase at which memory may be highest, with this number of blocks.
+
+    A point grows by equal bytes with each block, and which point is the highest may depend on their number: the model's
+    head, say, or the backward of its first block. So points are compared with the same ones of the other trace. What
+    both do equally at first includes all blocks of the smaller model, and so does what they do equally in the end.
+    Between these, memory rises or falls steadily from block to block.
+    """
+    total_of_few = few.total
+    total_of_more = more.total
+    changes_of_few = np.diff(total_of_few)
+    changes_of_more = np.diff(total_of_more)
+    at_first = _common_length(changes_of_few, changes_of_more)
+    in_the_end = _common_length(changes_of_few[::-1], changes_of_more[::-1])
+
+    # By the points' numbers, in the first trace and in the second.
+    last_of_few = len(changes_of_few)
+    last_of_more = len(changes_of_more)
+    ranges = [
+        ((0, at_first), (0, at_first)),
+        ((last_of_few - in_the_end, last_of_few), (last_of_more - in_the_end, last_of_more)),
+    ]
+    if at_first + in_the_end < last_of_few:  # blocks come several times, as in an optimizer with several groups
+        ranges.append(((at_first, last_of_few - in_the_end), (at_first, last_of_more - in_the_end)))
+
+    few_count, more_count = FEW_BLOCKS
+    for (first, last), (first_of_more, last_of_more) in ranges:
+        point = first + int(total_of_few[first : last + 1].argmax())
+        point_of_more = first_of_more + int(total_of_more[first_of_more : last_of_more + 1].argmax())
+        categories = {}
+        for name, levels in few.levels.items():
+            few_bytes = int(levels[point])
+            difference = int(more.levels[name][point_of_more]) - few_bytes
+            categories[name] = few_bytes + difference * (blocks - few_count) // (more_count - few_count)
+        yield _Moment(few.phase, categories)
+
+
+def _common_length(first: np.ndarray, second: np.ndarray) -> int:
+    """Return the number of values with which both begin."""
+    shorter = min(len(first), len(second))
+    differing = np.flatnonzero(first[:shorter] != second[:shorter])
+    return int(differing[0]) if len(differing) else shorter
 
 
 def _fake(from_tensor: Callable[[Tensor], Tensor], device: torch.device, tensor: Tensor) -> Tensor:
