@@ -69,7 +69,7 @@ def test_an_extrapolated_peak_is_that_of_all_blocks(traced_blocks, model, more, 
     assert extrapolated.leaves_out_blocks
     assert extrapolated.total == pytest.approx(full.total, rel=0.001)
     assert extrapolated.phase == full.phase
-    assert extrapolated.phases == pytest.approx(full.phases, rel=0.03)
+    assert extrapolated.phases == pytest.approx(full.phases, rel=0.1)
     assert sum(extrapolated.categories.values()) == extrapolated.total
     few = estimator.full_peak(config, size, FEW_BLOCKS[1])
     assert few.total != pytest.approx(full.total, rel=0.03)  # the comparison can fail
@@ -186,4 +186,4 @@ def test_models_whose_blocks_cannot_be_left_out_are_traced_in_full(kind, is_extr
     estimator.peak(config, 512)
     breakdown = estimator.peak(config, 256)
     assert breakdown.leaves_out_blocks == is_extrapolated
-    assert breakdown.total == pytest.approx(estimator.full_peak(config, 256).total, rel=0.01 if is_extrapolated else 0)
+    assert breakdown.total == pytest.approx(estimator.full_peak(config, 256).total, rel=0)

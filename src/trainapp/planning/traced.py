@@ -4,10 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +21,7 @@ from trainapp.models.inspect import blocks_of, is_of_transformers
 from trainapp.optim import precision
 from trainapp.planning.absent_gpu import AbsentGpu
 from trainapp.planning.cuda_kernels import EngineOnCuda
-from trainapp.planning.recorder import Breakdown, Recorder, Span
+from trainapp.planning.recorder import Breakdown, Recorder, UnequalBlocks, extrapolated
 from trainapp.planning.simulated_ranks import simulated
 from trainapp.planning.values import MadeUpValues, NeedsValues, document_borders
 from trainapp.planning.work import Fake, Work, largest_share, longest, planned_config, without_values
@@ -35,10 +34,6 @@ MOST_DEVIATION = 0.01  # of an extrapolated peak from that of the first full tra
 _VARIES = "the batches differ in shape: the plan is for the longest of the first; a longer one needs more"
 _MADE_UP = "the model reads values, which were made up: with real ones it may need more"
 log = logging.getLogger(__name__)
-
-
-class UnequalBlocks(Exception):
-    """Blocks of the model cannot be left out of a trace."""
 
 
 class TracedEstimator:
@@ -118,11 +113,11 @@ class TracedEstimator:
         if self.world_size > 1 or self._blocks <= MOST_FULL_BLOCKS or not _has_equal_settings(config):
             return False
         try:
-            extrapolated = self._extrapolated_peak(config, size)
+            from_few_blocks = self._extrapolated_peak(config, size)
         except Exception as error:  # the model's own: its forward may need all blocks
             log.debug("blocks cannot be left out: %s", error)
             return False
-        return abs(extrapolated.total - full.total) <= MOST_DEVIATION * full.total
+        return abs(from_few_blocks.total - full.total) <= MOST_DEVIATION * full.total
 
     def _extrapolated_peak(self, config: Config, size: int) -> Breakdown:
         """Return the peak on the lines through the traces with FEW_BLOCKS. Raises UnequalBlocks."""
@@ -131,13 +126,13 @@ class TracedEstimator:
             return self._extrapolated[key]
 
         settings = config.activation_checkpointing
-        breakdowns = []
+        traces: dict[int, Breakdown] = {}
         for count in FEW_BLOCKS:
             modes = None if settings.modes is None else settings.modes[:count]
             with_modes = dataclasses.replace(settings, modes=modes)
             changed = dataclasses.replace(config, activation_checkpointing=with_modes)
-            breakdowns.append(self.full_peak(changed, size, count))
-        self._extrapolated[key] = _with_blocks(self._blocks, *breakdowns)
+            traces[count] = self.full_peak(changed, size, count)
+        self._extrapolated[key] = extrapolated(traces, self._blocks)
         return self._extrapolated[key]
 
     def full_peak(self, config: Config, size: int, blocks: int | None = None) -> Breakdown:
@@ -218,91 +213,6 @@ def _has_equal_settings(config: Config) -> bool:
     if settings.modes is not None:
         return len(set(settings.modes)) == 1
     return settings.mode == "none" or settings.every == 1
-
-
-class _Moment(NamedTuple):
-    """A point of a step."""
-
-    phase: str
-    categories: dict[str, int]  # bytes, of which some may be 0
-
-    @property
-    def total(self) -> int:
-        return sum(self.categories.values())
-
-
-def _with_blocks(blocks: int, few: Breakdown, more: Breakdown) -> Breakdown:
-    """Return the breakdown of a model with this number of blocks, from traces with two smaller ones, FEW_BLOCKS.
-
-    Raises UnequalBlocks if the phases of their steps differ.
-    """
-    if [span.phase for span in few.spans] != [span.phase for span in more.spans]:
-        raise UnequalBlocks("steps with more blocks have other phases")
-    moments: list[_Moment] = []
-    for span_of_few, span_of_more in zip(few.spans, more.spans, strict=True):
-        moments.extend(_highest_moments(blocks, span_of_few, span_of_more))
-
-    phases: dict[str, int] = {}
-    for moment in moments:
-        phases[moment.phase] = max(phases.get(moment.phase, 0), moment.total)
-    highest = max(moments, key=lambda moment: moment.total)
-    return dataclasses.replace(
-        more,
-        total=highest.total,
-        phase=highest.phase,
-        module="",
-        phases=phases,
-        categories={name: size for name, size in highest.categories.items() if size > 0},
-        events=[],
-        numbered={},
-        blocks=blocks,
-        spans=(),
-        leaves_out_blocks=True,
-    )
-
-
-def _highest_moments(blocks: int, few: Span, more: Span) -> Iterator[_Moment]:
-    """Yield the points of a phase at which memory may be highest, with this number of blocks.
-
-    A point grows by equal bytes with each block, and which point is the highest may depend on their number: the model's
-    head, say, or the backward of its first block. So points are compared with the same ones of the other trace. What
-    both do equally at first includes all blocks of the smaller model, and so does what they do equally in the end.
-    Between these, memory rises or falls steadily from block to block.
-    """
-    total_of_few = few.total
-    total_of_more = more.total
-    changes_of_few = np.diff(total_of_few)
-    changes_of_more = np.diff(total_of_more)
-    at_first = _common_length(changes_of_few, changes_of_more)
-    in_the_end = _common_length(changes_of_few[::-1], changes_of_more[::-1])
-
-    # By the points' numbers, in the first trace and in the second.
-    last_of_few = len(changes_of_few)
-    last_of_more = len(changes_of_more)
-    ranges = [
-        ((0, at_first), (0, at_first)),
-        ((last_of_few - in_the_end, last_of_few), (last_of_more - in_the_end, last_of_more)),
-    ]
-    if at_first + in_the_end < last_of_few:  # blocks come several times, as in an optimizer with several groups
-        ranges.append(((at_first, last_of_few - in_the_end), (at_first, last_of_more - in_the_end)))
-
-    few_count, more_count = FEW_BLOCKS
-    for (first, last), (first_of_more, last_of_more) in ranges:
-        point = first + int(total_of_few[first : last + 1].argmax())
-        point_of_more = first_of_more + int(total_of_more[first_of_more : last_of_more + 1].argmax())
-        categories = {}
-        for name, levels in few.levels.items():
-            few_bytes = int(levels[point])
-            difference = int(more.levels[name][point_of_more]) - few_bytes
-            categories[name] = few_bytes + difference * (blocks - few_count) // (more_count - few_count)
-        yield _Moment(few.phase, categories)
-
-
-def _common_length(first: np.ndarray, second: np.ndarray) -> int:
-    """Return the number of values with which both begin."""
-    shorter = min(len(first), len(second))
-    differing = np.flatnonzero(first[:shorter] != second[:shorter])
-    return int(differing[0]) if len(differing) else shorter
 
 
 def _fake(from_tensor: Callable[[Tensor], Tensor], device: torch.device, tensor: Tensor) -> Tensor:
