@@ -5,7 +5,7 @@
 Each configuration is planned in one process (traced or, where that fails, measured) and run for real in another: three
 optimizer steps with every step logged. Peaks are live tensor bytes on the CPU. The exit code is 1 if fewer than 95% are
 within 1%; of --foreign, models that are not trainapp's own, if fewer than 90% are within 3%, or one is outside of its
-margin. --large instead times the plan of an 8B Llama with LoRA and all techniques; the exit code is 1 above 120 seconds.
+margin. --large only times the plan of an 8B Llama with LoRA and all techniques; the exit code is 1 above 120 s.
 """
 
 import concurrent.futures
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import _foreign
@@ -141,7 +142,7 @@ def main() -> None:
     sys.exit(int(not (foreign_is_good(found) if options.foreign else near >= 0.95 * len(found))))
 
 
-def large_is_fast(json_file: str | None) -> bool:
+def large_is_fast(json_file: Path | None) -> bool:
     """Time the plan of LARGE, and print it. Whether it took at most LARGE_SECONDS."""
     facts = planned(LARGE)
     processor_seconds = round(time.process_time(), 1)
