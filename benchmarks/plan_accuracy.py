@@ -1,11 +1,11 @@
 """The plan's peak against the measured one, for many configurations of trainapp's own models.
 
-    python benchmarks/plan_accuracy.py [--foreign] [--only TEXT] [--json FILE]
+    python benchmarks/plan_accuracy.py [--foreign | --large] [--only TEXT] [--json FILE]
 
 Each configuration is planned in one process (traced or, where that fails, measured) and run for real in another: three
 optimizer steps with every step logged. Peaks are live tensor bytes on the CPU. The exit code is 1 if fewer than 95% are
 within 1%; of --foreign, models that are not trainapp's own, if fewer than 90% are within 3%, or one is outside of its
-margin.
+margin. --large only times the plan of an 8B Llama with LoRA and all techniques; the exit code is 1 above 120 s.
 """
 
 import concurrent.futures
@@ -14,7 +14,9 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import _foreign
@@ -35,6 +37,14 @@ RESNET = (
     "model=resnet", "model.width=8", "data=synthetic_images", "data.size=200", "data.val_size=64",
     "batch.global_size=16",
 )  # fmt: skip
+LARGE = (
+    "model=hf", "model.task=causal_lm", "adapter=lora", "precision=bf16", "data=synthetic_tokens",
+    "model.config={model_type: llama, hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32, "
+    "num_attention_heads: 32, num_key_value_heads: 8, vocab_size: 128256, max_position_embeddings: 8192}",
+    "data.vocab_size=128256", "data.context_length=2048", "data.size=64", "data.val_size=8", "batch.global_size=16",
+    "memory.limit=80GiB", "plan.techniques=true",
+)  # fmt: skip
+LARGE_SECONDS = 120
 OPTIMIZERS = ("Adagrad", "Adadelta", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 
 
@@ -110,7 +120,10 @@ def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--foreign", action="store_true", help="models that are not trainapp's own")
     parser.add_argument("--only", default="", help="configurations with this text in their overrides")
+    parser.add_argument("--large", action="store_true", help="the time of one large plan")
     options = parser.parse_args()
+    if options.large:
+        sys.exit(int(not large_is_fast(options.json)))
     found = []
     pool = functools.partial(concurrent.futures.ProcessPoolExecutor, 1, multiprocessing.get_context("spawn"))
     with pool() as planning, pool() as training:
@@ -127,6 +140,16 @@ def main() -> None:
     write(options.json, found)
     near = sum(one["error"] <= 0.01 for one in found)
     sys.exit(int(not (foreign_is_good(found) if options.foreign else near >= 0.95 * len(found))))
+
+
+def large_is_fast(json_file: Path | None) -> bool:
+    """Time the plan of LARGE, and print it. Whether it took at most LARGE_SECONDS."""
+    facts = planned(LARGE)
+    processor_seconds = round(time.process_time(), 1)
+    print(machine())
+    print(table(["seconds", "processor seconds"], [[str(facts["seconds"]), str(processor_seconds)]]))
+    write(json_file, {"seconds": facts["seconds"], "processor_seconds": processor_seconds})
+    return facts["seconds"] <= LARGE_SECONDS
 
 
 def compared(family: str, overrides: tuple[str, ...], facts: dict[str, Any], peak: int) -> dict:

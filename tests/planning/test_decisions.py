@@ -6,7 +6,7 @@ import runs
 from trainapp.config import compose
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import SingleRank
-from trainapp.planning import planner
+from trainapp.planning import planner, process
 from trainapp.planning.process import with_checkpointing_modes
 
 GPT = (*runs.MODELS["gpt"], "model.depth=3", "train.device=cpu", "batch.micro_size=8", "every.eval=null")
@@ -44,3 +44,28 @@ def test_given_modes_are_not_chosen_again():
     for given in ((AUTO, "activation_checkpointing.modes=[full,none,selective]"), ("activation_checkpointing=full",)):
         config = compose.from_command_line([*GPT, *given])
         assert with_checkpointing_modes(config, SingleRank()) is config
+
+
+def test_a_run_that_cannot_fit_with_any_modes_is_not_started(tmp_path):
+    lowest = min(
+        plan(f"activation_checkpointing={mode}", "batch.micro_size=1")["peak_bytes"]
+        for mode in ("none", "selective", "full")
+    )
+    facts = plan(AUTO, f"memory.limit={lowest // 2}", only_modes=True)
+    assert (facts["largest_micro_size"], facts["micro_size"], facts["peak_bytes"]) == (0, 1, lowest)
+    with pytest.raises(UserError, match=r"auto: no micro-batch fits .*lowest peak, of a micro-batch of 1, is .*traced"):
+        runs.prepare(tmp_path / "refused", *GPT, AUTO, f"memory.limit={lowest // 2}")
+
+    # Within the margin of the estimate, and with a smaller micro-batch than the configured one.
+    for limit in (int(0.99 * lowest), int(1.02 * lowest)):
+        runs.prepare(tmp_path / "started", *GPT, AUTO, f"memory.limit={limit}").close()
+
+
+@pytest.mark.parametrize("change", [{"method": "measured"}, {"notes": ["the batches differ"]}, {"margin": 0.3}])
+def test_only_a_trace_without_reservations_refuses_a_run(change):
+    facts = {
+        "method": "traced", "margin": 0.01, "notes": [], "largest_micro_size": 0, "peak_bytes": 200, "limit_bytes": 150
+    }  # fmt: skip
+    assert process._cannot_fit(facts)
+    assert not process._cannot_fit(facts | {"largest_micro_size": None, "peak_bytes": None})
+    assert not process._cannot_fit(facts | change)

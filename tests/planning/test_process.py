@@ -1,8 +1,10 @@
 """The plan from the command line and from Python."""
 
 import json
+import os
 import sys
 import time
+from dataclasses import asdict, replace
 
 import psutil
 import pytest
@@ -10,8 +12,9 @@ import runs
 from helpers import result, run_cli
 
 import trainapp
+from trainapp.config import compose
 from trainapp.errors import UserError
-from trainapp.planning import process
+from trainapp.planning import printed, process
 
 GPT = (*runs.MODELS["gpt"], "train.device=cpu", "batch.global_size=32", "plan.techniques=false")
 
@@ -31,6 +34,9 @@ def test_mode_plan_prints_and_writes_the_plan(tmp_path):
     assert last == facts["best"]["overrides"]
     assert last == f"batch.micro_size={facts['best']['micro_size']}"
     assert facts["best"]["micro_size"] == facts["largest_micro_size"]
+    assert done.stdout.count("peak by phase") == 1
+    for entry in facts["techniques"]:  # each is logged when it has been tried
+        assert f" with {entry['overrides']}\n" in (tmp_path / "here/plan.log").read_text()
     assert (tmp_path / "here/plan.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "here/metrics.jsonl").exists()
     # What it says to paste runs within the limit without an error.
@@ -137,3 +143,69 @@ def test_the_planners_process_is_of_no_rank_and_may_see_no_device(monkeypatch):
     assert process.call_in_subprocess("os.getenv", "RANK", sees_devices=False) is None
     assert process.call_in_subprocess("os.getenv", "CUDA_VISIBLE_DEVICES", sees_devices=False) == ""
     assert process.call_in_subprocess("os.getenv", "CUDA_VISIBLE_DEVICES") == "0"
+
+
+def report_and_wait(answer):
+    """Report, and return once the parent has received the report and answered with a file."""
+    process.report({"number": 1})
+    for _ in range(600):
+        if os.path.exists(answer):
+            return "answered"
+        time.sleep(0.05)
+    return "no answer"
+
+
+def test_reports_arrive_while_the_function_runs(tmp_path):
+    received = []
+
+    def answer(part):
+        received.append(part)
+        (tmp_path / "answer").touch()
+
+    function = f"{__name__}.report_and_wait"
+    assert process.call_in_subprocess(function, str(tmp_path / "answer"), on_report=answer) == "answered"
+    assert received == [{"number": 1}]
+    process.report({"number": 2})  # outside of such a process: nothing
+    assert received == [{"number": 1}]
+
+
+def test_an_error_while_a_report_is_shown_ends_the_planner(tmp_path):
+    before = set(psutil.Process().children())
+
+    def fail(part):
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        process.call_in_subprocess(f"{__name__}.report_and_wait", str(tmp_path / "never"), on_report=fail)
+    assert set(psutil.Process().children()) <= before
+
+
+def test_a_plan_is_printed_once_though_it_comes_in_parts(tmp_path, monkeypatch, capsys, caplog):
+    """First what the configuration needs, then a line per technique, then the rest."""
+    config = compose.from_command_line([*GPT, "mode=plan"])
+    plan = {
+        **asdict(process.MemoryPlan("traced", 0.01)), "peak_bytes": 2048, "phase": "backward", "module": "",
+        "ranks": {"world": 1}, "micro_size": 4, "largest_micro_size": 4, "limit_bytes": 4096,
+    }  # fmt: skip
+    printed_first = []
+
+    def planned(config, picture, on_report):
+        on_report({"plan": plan})
+        printed_first.append(capsys.readouterr().out)
+        on_report({"technique": {"overrides": "precision=bf16", "peak_bytes": 1024, "tried": 1, "most": 2}})
+        on_report({"technique": {"overrides": "optimizer=sgd", "peak_bytes": None, "tried": 2, "most": 2}})
+        on_report({"search": "precision=bf16"})
+        best = {"overrides": "batch.micro_size=4", "peak_bytes": 2048, "missing_bytes": 0, "result": "same"}
+        return plan | {"best": best}
+
+    monkeypatch.setattr(printed, "plan_in_subprocess", planned)
+    caplog.set_level("INFO")
+    assert printed.print_plan(replace(config, run_dir=str(tmp_path))) == 2048
+    assert printed_first[0].startswith("micro-batch 4: peak 2.0 KiB")
+    assert printed_first[0].endswith("largest that fits 4.0 KiB: micro-batch 4\n")
+    assert capsys.readouterr().out.endswith("\nthe least change that fits 4.0 KiB: peak 2.0 KiB:\nbatch.micro_size=4\n")
+    assert [record.message for record in caplog.records] == [
+        "peak 1.0 KiB with precision=bf16",
+        "no plan with optimizer=sgd",
+        "searching the largest micro-batch with precision=bf16",
+    ]

@@ -7,7 +7,8 @@ import pytest
 import runs
 
 from trainapp.config import compose
-from trainapp.planning import planner, printed
+from trainapp.planning import planner, printed, ranking
+from trainapp.planning.recorder import Breakdown
 from trainapp.techniques.catalogue import RESULTS, TECHNIQUES
 from trainapp.training import loop
 
@@ -134,3 +135,64 @@ def test_the_result_is_what_the_list_says(tmp_path, technique):
         assert 0 < off < 0.02
     else:  # AdamW hardly notices that gradients are not clipped
         assert off > (1e-6 if "grad_clip" in technique.setting else 1e-5)
+
+
+# --- which combinations, and in which order they are offered
+
+SAVED = {  # MiB of a peak of 100
+    "activation_checkpointing=full": 30,
+    "memory.loss_chunk=auto": 10,
+    "precision=bf16": 15,
+    "precision=bf16_pure optimizer=adamw_bf16": 40,
+    "optimizer=adamw_8bit": 20,
+}
+
+
+def variant_of(techniques):
+    saved = sum(SAVED[technique.setting] for technique in techniques)
+    return ranking.Variant(tuple(techniques), None, Breakdown(total=100 - saved))
+
+
+def test_weights_are_rounded_only_where_nothing_milder_fits():
+    by_setting = {technique.setting: technique for technique in TECHNIQUES}
+    single = [variant_of([by_setting[setting]]) for setting in SAVED]
+    single.sort(key=lambda variant: (variant.harm, variant.peak))
+    assert "bf16_pure" in single[2].techniques[0].setting  # the largest saving of those that round
+    combinations = ranking._combine(variant_of([]), single, variant_of)
+    tried = [{technique.setting for technique in variant.techniques} for variant in combinations]
+    same = {"activation_checkpointing=full", "memory.loss_chunk=auto"}
+    assert tried[:3] == [same, same | {"optimizer=adamw_8bit"}, same | {"precision=bf16"}]
+    assert same | {"optimizer=adamw_8bit", "precision=bf16"} in tried
+    order = [variant.rounds_weights for variant in sorted([*single, *combinations], key=ranking._change)]
+    assert order == sorted(order)
+    assert order.count(True) >= 2
+
+
+@pytest.mark.slow
+def test_the_least_change_that_fits_keeps_weights_in_fp32():
+    own = (*SMALL, "model.width=64", "batch.micro_size=4", "data.vocab_size=512")
+    facts = plan(*own)
+    mild = [
+        entry["peak_bytes"]
+        for entry in facts["techniques"]
+        if entry["result"] == "rounded" and "bf16_pure" not in entry["overrides"] and "full" in entry["overrides"]
+    ]
+    weights = [entry["peak_bytes"] for entry in facts["techniques"] if "bf16_pure" in entry["overrides"]]
+    assert min(weights) < min(mild)
+    limited = plan(*own[:-2], "data.vocab_size=512", "batch.micro_size=4", f"memory.limit={min(mild)}")
+    assert limited["best"]["missing_bytes"] == 0
+    assert "bf16_pure" not in limited["best"]["overrides"]
+
+
+def test_techniques_are_reported_as_they_are_tried(monkeypatch):
+    parts = []
+    monkeypatch.setattr(planner, "report", parts.append)
+    facts = plan(*runs.TINY, *runs.MODELS["mlp"], "checkpointing=off", "batch.global_size=8", "batch.micro_size=4")
+    assert parts[0]["plan"]["peak_bytes"] == facts["peak_bytes"]
+    assert parts[0]["plan"]["techniques"] == []
+    tried = [part["technique"] for part in parts if "technique" in part]
+    assert [entry["tried"] for entry in tried] == list(range(1, len(tried) + 1))
+    assert len(tried) <= tried[0]["most"]
+    peaks = {entry["overrides"]: entry["peak_bytes"] for entry in tried}
+    assert all(peaks[entry["overrides"]] == entry["peak_bytes"] for entry in facts["techniques"])
+    assert all("search" in part for part in parts[1 + len(tried) :])

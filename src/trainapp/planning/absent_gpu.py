@@ -116,13 +116,7 @@ class AbsentGpu:
         workspace = 8320 * KIB
         if is_hopper_or_blackwell or config.train.deterministic:
             workspace = 32 * MIB
-        libraries = THREADS * workspace
-        return replace(
-            breakdown,
-            total=breakdown.total + libraries,
-            phases={name: size + libraries for name, size in breakdown.phases.items()},
-            categories=breakdown.categories | {"libraries": libraries},
-        )
+        return breakdown.with_constant("libraries", THREADS * workspace)
 
 
 def _process_groups(config: Config) -> int:

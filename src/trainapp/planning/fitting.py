@@ -1,9 +1,9 @@
 """What fits of a configuration: its peak at a size, the largest micro-batch, and the cheapest modes of its blocks."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
@@ -32,6 +32,7 @@ class Planner:
         share: samples of a step on the rank with the most.
         is_unsplit: whether a batch is never split, so that only its own size is possible.
         peak: returns the breakdown at a micro-batch size.
+        full_peak: returns it from all of the model's blocks: slower, and with a module and events for a plot.
     """
 
     def __init__(self, config: Config, estimator: Estimator):
@@ -43,6 +44,13 @@ class Planner:
         self.is_unsplit = needs_whole_batch(estimator.targets.task)
         estimate_peak = functools.partial(estimator.peak, config)
         self.peak: Callable[[int], Breakdown] = functools.cache(estimate_peak)
+        self.full_peak: Callable[[int], Breakdown] = functools.cache(self._full_peak)
+
+    def _full_peak(self, size: int) -> Breakdown:
+        breakdown = self.peak(size)
+        if breakdown.leaves_out_blocks and isinstance(self.estimator, TracedEstimator):
+            return self.estimator.full_peak(self.config, size)
+        return breakdown
 
     def fits(self, size: int) -> bool:
         """Return whether micro-batches of this size stay within the limit, including the margin."""
@@ -72,7 +80,18 @@ class Planner:
     @functools.cached_property
     def largest(self) -> int:
         """The largest micro-batch that fits, 0 if none does."""
-        return largest_size(lambda size: self.peak(size).total, self.allowed_peak, self.share, self.smallest)
+        return self._largest_by(self.peak)
+
+    @functools.cached_property
+    def confirmed_largest(self) -> int:
+        """`largest`, whose peak was traced with all blocks."""
+        size = self.largest
+        if size and self.full_peak(size).total > self.allowed_peak:  # by the little that few blocks differ
+            return self._largest_by(self.full_peak)
+        return size
+
+    def _largest_by(self, peak: Callable[[int], Breakdown]) -> int:
+        return largest_size(lambda size: peak(size).total, self.allowed_peak, self.share, self.smallest)
 
     def plan(self) -> tuple[MemoryPlan, Breakdown]:
         """Return the plan at the configured size, otherwise the largest that fits, otherwise the smallest."""
@@ -80,8 +99,8 @@ class Planner:
         world_size = self.estimator.world_size
         if self.is_unsplit:
             require_uncut(config, world_size, samples_per_step(config, self.estimator.targets))
-        size = self.configured or self.largest or self.smallest
-        breakdown = self.peak(size)
+        size = self.configured or self.confirmed_largest or self.smallest
+        breakdown = self.full_peak(size)
 
         # Without sharding, each rank has a whole replica.
         replicas = world_size
@@ -100,7 +119,7 @@ class Planner:
             categories=breakdown.categories,
             ranks=ranks,
             micro_size=size,
-            largest_micro_size=self.largest,
+            largest_micro_size=self.confirmed_largest,
             limit_bytes=self.limit,
             modes=config.activation_checkpointing.modes,
         )
@@ -143,22 +162,60 @@ def largest_size(peak: Callable[[int], int], allowed_peak: int, top: int, smalle
     return 0
 
 
-def with_cheapest_modes(config: Config, estimator: Estimator) -> Config:
-    """Return the configuration with a mode for each block, if `activation_checkpointing=auto` leaves them open: the
-    cheapest with which a micro-batch of `batch.micro_size`, or otherwise of the smallest size, fits the limit.
-    """
-    settings = config.activation_checkpointing
-    if not has_open_modes(config):
-        return config
+class ModeChoice(NamedTuple):
+    """A configuration with a mode for each block, and what it was chosen from.
 
-    # The peak with each mode, at one size. Until modes are chosen, a configuration is one without checkpointing.
+    Attributes:
+        config: the configuration.
+        planner: of the configuration with open modes.
+        size: of the micro-batch for which the modes were chosen.
+        peaks: with all blocks in one mode.
+    """
+
+    config: Config
+    planner: Planner
+    size: int
+    peaks: dict[Mode, Breakdown]
+
+    def lowest_peak(self) -> Breakdown:
+        """Return the lowest peak of any mode: that of the smallest micro-batch if the chosen size does not fit."""
+        lowest = _lowest(self.peaks)
+        smallest = self.planner.smallest
+        if lowest.total > self.planner.allowed_peak and smallest < self.size:
+            lowest = _lowest(_peaks_by_mode(self.planner, smallest))
+        return lowest
+
+
+def with_cheapest_modes(config: Config, estimator: Estimator) -> Config:
+    """Return the configuration with a mode for each block, if `activation_checkpointing=auto` leaves them open."""
+    return choose_cheapest_modes(config, estimator).config if has_open_modes(config) else config
+
+
+def choose_cheapest_modes(config: Config, estimator: Estimator) -> ModeChoice:
+    """Choose the cheapest modes with which a micro-batch of `batch.micro_size`, or otherwise of the smallest size, fits
+    the limit, for a configuration that leaves them open.
+    """
     planner = Planner(config, estimator)
     size = planner.configured or planner.smallest
-    peaks: dict[Mode, int] = {"none": planner.peak(size).total}
+    peaks = _peaks_by_mode(planner, size)
+    totals = {mode: breakdown.total for mode, breakdown in peaks.items()}
+    modes = choose_modes(totals, planner.allowed_peak, peaks["none"].blocks)
+    settings = replace(config.activation_checkpointing, modes=modes)
+    return ModeChoice(replace(config, activation_checkpointing=settings), planner, size, peaks)
+
+
+def _peaks_by_mode(planner: Planner, size: int) -> dict[Mode, Breakdown]:
+    """Return the breakdown with all blocks in each mode, at one micro-batch size."""
+    # Until modes are chosen, a configuration is one without checkpointing.
+    config = planner.config
+    peaks: dict[Mode, Breakdown] = {"none": planner.peak(size)}
     for mode in MODES:
         if mode not in peaks:
-            with_mode = replace(config, activation_checkpointing=replace(settings, mode=mode))
-            peaks[mode] = Planner(with_mode, estimator).peak(size).total
+            settings = replace(config.activation_checkpointing, mode=mode)
+            with_mode = replace(config, activation_checkpointing=settings)
+            peaks[mode] = Planner(with_mode, planner.estimator).peak(size)
+    return peaks
 
-    modes = choose_modes(peaks, planner.allowed_peak, planner.peak(size).blocks)
-    return replace(config, activation_checkpointing=replace(settings, modes=modes))
+
+def _lowest(peaks: Mapping[Mode, Breakdown]) -> Breakdown:
+    return min(peaks.values(), key=lambda breakdown: breakdown.total)

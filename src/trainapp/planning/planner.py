@@ -10,9 +10,9 @@ from trainapp.config.schema import Config
 from trainapp.memory.host import guarded, total_bytes
 from trainapp.memory.picture import Picture, draw
 from trainapp.planning import absent_gpu, pretend
-from trainapp.planning.fitting import Estimator, Planner, with_cheapest_modes
+from trainapp.planning.fitting import Estimator, Planner, choose_cheapest_modes, with_cheapest_modes
 from trainapp.planning.measured import MeasuredEstimator
-from trainapp.planning.process import Facts, MemoryPlan, call_in_subprocess
+from trainapp.planning.process import Facts, MemoryPlan, call_in_subprocess, report
 from trainapp.planning.ranking import rank_techniques
 from trainapp.planning.recorder import Breakdown
 from trainapp.planning.simulated_ranks import planned_world_size
@@ -35,7 +35,8 @@ def plan_and_draw(config: Config, picture: Path | None, only_modes: bool, method
         if method != "measured" and device.type == "cuda":
             function = f"{__name__}.plan_and_draw"
             config = absent_gpu.with_device_spec(config, device)
-            return call_in_subprocess(function, config, picture, only_modes, method, sees_devices=False)
+            arguments = (config, picture, only_modes, method)
+            return call_in_subprocess(function, *arguments, sees_devices=False, on_report=report)
         if method == "traced" and device.type == "mps":
             raise NotImplementedError("no trace knows what MPS allocates")
 
@@ -52,12 +53,15 @@ def plan_and_draw(config: Config, picture: Path | None, only_modes: bool, method
 def plan(config: Config, method: str = "traced", only_modes: bool = False) -> tuple[Facts, Breakdown]:
     """Return the content of plan.json, and the highest peak with its events. Sets global switches of this process.
 
+    Reports, if it tries techniques, first the plan without them as `plan`, then what `rank_techniques` reports.
+
     Raises UserError for mistakes in the configuration, and errors of the model on tensors without data.
 
     Args:
         config: the configuration.
         method: one of `process.METHODS`.
-        only_modes: only choose the blocks' modes.
+        only_modes: only choose the blocks' modes, which are open. If no micro-batch fits, the plan also has the lowest
+            peak.
     """
     started = time.monotonic()
     config = with_claimed_settings(config)
@@ -66,17 +70,32 @@ def plan(config: Config, method: str = "traced", only_modes: bool = False) -> tu
         config = absent_gpu.with_data_on_cpu(config)
 
     # The blocks' modes come first: the peaks of all else depend on them.
-    config = with_cheapest_modes(config, estimator)
-    planner = Planner(config, estimator)
     if only_modes:
-        modes = config.activation_checkpointing.modes
-        return asdict(MemoryPlan(estimator.method, modes=modes)), Breakdown()
+        return asdict(_plan_of_modes(config, estimator)), Breakdown()
+    config = with_cheapest_modes(config, estimator)
 
+    planner = Planner(config, estimator)
     memory_plan, breakdown = planner.plan()
     if config.plan.techniques:
-        memory_plan.techniques, memory_plan.best = rank_techniques(planner, memory_plan)
+        report({"plan": asdict(memory_plan)})
+        memory_plan.techniques, memory_plan.best = rank_techniques(planner, memory_plan, report)
     memory_plan.seconds = round(time.monotonic() - started, 3)
     return asdict(memory_plan), breakdown
+
+
+def _plan_of_modes(config: Config, estimator: Estimator) -> MemoryPlan:
+    """Return a plan with the blocks' modes; if no micro-batch fits with any modes, also with the lowest peak."""
+    choice = choose_cheapest_modes(config, estimator)
+    memory_plan = MemoryPlan(estimator.method, estimator.margin, modes=choice.config.activation_checkpointing.modes)
+    lowest = choice.lowest_peak()
+    if lowest.total > choice.planner.allowed_peak:
+        memory_plan.largest_micro_size = 0
+        memory_plan.micro_size = choice.planner.smallest
+        memory_plan.peak_bytes = lowest.total
+        memory_plan.phase = lowest.phase
+        memory_plan.limit_bytes = choice.planner.limit
+        memory_plan.notes = list(lowest.notes)
+    return memory_plan
 
 
 def estimator_of(config: Config, method: str) -> Estimator:

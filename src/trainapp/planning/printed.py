@@ -1,5 +1,6 @@
 """`mode=plan`: the plan on the terminal and in the run directory. Imports no torch."""
 
+import logging
 import textwrap
 from pathlib import Path
 
@@ -7,41 +8,81 @@ from trainapp.config.command_line import size_overrides
 from trainapp.config.schema import Config
 from trainapp.files import PLAN, atomic_write, strict_json
 from trainapp.planning.process import Facts, modes_text, plan_in_subprocess
+from trainapp.tracking.terminal import Progress
 from trainapp.units import bytes_text
 
 PICTURE = "plan.png"
 WIDTH = 100
 BAR = 40  # characters of the longest bar
+log = logging.getLogger(__name__)
 _HEADINGS = {"rounded": "at lower precision", "other": "with another training result"}
 
 
 def print_plan(config: Config) -> float | None:
-    """Plan, print the plan and write it. Return the peak in bytes, for Hydra's optimizing sweepers; None if unknown."""
+    """Plan, print the plan and write it. Return the peak in bytes, for Hydra's optimizing sweepers; None if unknown.
+
+    The plan without techniques is printed as soon as it is known; each technique that is tried is logged.
+    """
     run_dir = Path(config.run_dir)
-    facts = plan_in_subprocess(config, picture=run_dir / PICTURE)
+    parts = _Parts(config)
+    try:
+        facts = plan_in_subprocess(config, picture=run_dir / PICTURE, on_report=parts.show)
+    finally:
+        parts.close()
     run_dir.mkdir(parents=True, exist_ok=True)
     with atomic_write(run_dir / PLAN) as file:
         file.write(strict_json(facts, indent=1) + "\n")
-    print(plan_text(facts, config), flush=True)
+    print(parts.without_printed(plan_text(facts, config)), flush=True)
     peak = facts.get("peak_bytes")
     if peak is None:
         return None
     return float(peak)
 
 
+class _Parts:
+    """The parts of a plan that are shown while it is made: the plan itself, then a line and a bar for techniques."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._printed = ""
+        self._progress: Progress | None = None
+
+    def show(self, part: Facts) -> None:
+        """Show what the planner reports: see `planner.plan`."""
+        if "plan" in part:
+            self._printed = "\n".join(_lines_without_techniques(part["plan"]))
+            print(self._printed, flush=True)
+            return
+
+        if "search" in part:
+            log.info("searching the largest micro-batch with %s", part["search"])
+            return
+
+        technique = part["technique"]
+        if self._progress is None:
+            self._progress = Progress(technique["most"], 0, unit="technique")
+        peak_text = "no plan"  # it does not apply, or cannot be traced
+        if technique["peak_bytes"] is not None:
+            peak_text = f"peak {bytes_text(technique['peak_bytes'])}"
+        log.info("%s with %s", peak_text, technique["overrides"])
+        self._progress.advance(technique["tried"])
+
+    def close(self) -> None:
+        """Close the bar, if any."""
+        if self._progress is not None:
+            self._progress.close()
+
+    def without_printed(self, text: str) -> str:
+        """Return the text of the whole plan without what has been printed, unless this has changed."""
+        return text.removeprefix(f"{self._printed}\n")
+
+
 def plan_text(facts: Facts, config: Config) -> str:
     """Return the plan as text; if something fits, the last line has the overrides to paste."""
     if facts["method"] is None:
         return "\n".join(["no estimate:", *facts["notes"]])
-    limit = bytes_text(facts["limit_bytes"])
+    lines = _lines_without_techniques(facts)
     largest = facts["largest_micro_size"]
-
-    # What it needs, and what fits.
-    lines = _peak_lines(facts)
-    if largest:
-        lines.append(f"largest that fits {limit}: micro-batch {largest}")
-    else:
-        lines.append(_no_size_line(facts))
 
     # What to change.
     if facts["best"] is not None:
@@ -50,6 +91,17 @@ def plan_text(facts: Facts, config: Config) -> str:
     elif largest:
         lines.append(" ".join(size_overrides(config, largest)))
     return "\n".join(lines)
+
+
+def _lines_without_techniques(facts: Facts) -> list[str]:
+    """Return what the configuration needs, and what fits."""
+    lines = _peak_lines(facts)
+    largest = facts["largest_micro_size"]
+    if largest:
+        lines.append(f"largest that fits {bytes_text(facts['limit_bytes'])}: micro-batch {largest}")
+    else:
+        lines.append(_no_size_line(facts))
+    return lines
 
 
 def summary(facts: Facts) -> str:

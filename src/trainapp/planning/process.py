@@ -3,6 +3,7 @@ a traced step. Imports no torch in the caller.
 """
 
 import gc
+import json
 import logging
 import os
 import pickle
@@ -11,15 +12,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from trainapp.config import schema
 from trainapp.config.schema import Config
 from trainapp.errors import UserError, summary_of
+from trainapp.units import bytes_text
 
 if TYPE_CHECKING:
     from trainapp.parallel.ranks import Ranks
@@ -34,7 +36,10 @@ _MEASUREMENTS = "trainapp.planning.ranking.add_measurements"
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PATIENCE = 120.0  # seconds that a run waits for its modes
 Facts = dict[str, Any]  # the content of plan.json
+OnReport = Callable[[Facts], None]  # called with what `report` sends
+POLL_SECONDS = 0.1  # between looks at what the planner's process has reported
 log = logging.getLogger(__name__)
+_reports: list[IO[str]] = []  # of the planner's process: the file in which its parent reads reports
 
 
 @dataclass
@@ -68,7 +73,9 @@ class NoAnswer(Exception):
 # --- plans
 
 
-def plan_in_subprocess(config: Config, picture: Path | None = None, only_modes: bool = False) -> Facts:
+def plan_in_subprocess(
+    config: Config, picture: Path | None = None, only_modes: bool = False, on_report: OnReport | None = None
+) -> Facts:
     """Return the plan of a configuration, as plain values: see `planner.plan`. Takes some seconds.
 
     If no method succeeds, `method` is None and `notes` have the reasons. Raises UserError for mistakes in the
@@ -78,6 +85,7 @@ def plan_in_subprocess(config: Config, picture: Path | None = None, only_modes: 
         config: the configuration.
         picture: also draw the step to this PNG.
         only_modes: only choose the blocks' modes, within PATIENCE.
+        on_report: called with the parts of the plan while it is made: see `planner.plan`.
     """
     deadline = None
     if only_modes:
@@ -90,15 +98,15 @@ def plan_in_subprocess(config: Config, picture: Path | None = None, only_modes: 
         if method == "traced as on the CPU" and config.plan.device is None:
             continue
         try:
-            facts = _call_planner(_PLANNER, config, picture, only_modes, method, deadline=deadline)
+            arguments = (config, picture, only_modes, method)
+            facts = _call_planner(_PLANNER, *arguments, deadline=deadline, on_report=_with_reason(on_report, reasons))
             break
         except NoAnswer as error:
             reasons.append(str(error))
     if facts is None:
         distinct_reasons = list(dict.fromkeys(reasons))
         return asdict(MemoryPlan(None, notes=distinct_reasons))
-    if reasons:
-        facts["notes"] = [f"not traced: {reasons[0]}", *facts["notes"]]
+    _add_reason(facts, reasons)
 
     # Real steps, which this machine's device makes.
     if config.plan.measure and facts["micro_size"]:
@@ -110,7 +118,28 @@ def plan_in_subprocess(config: Config, picture: Path | None = None, only_modes: 
     return facts
 
 
-def _call_planner(function: str, config: Config, *arguments: Any, deadline: float | None) -> Facts:
+def _add_reason(facts: Facts, reasons: list[str]) -> None:
+    """Note in the plan why it was not traced, if an earlier method failed."""
+    if reasons:
+        facts["notes"] = [f"not traced: {reasons[0]}", *facts["notes"]]
+
+
+def _with_reason(on_report: OnReport | None, reasons: list[str]) -> OnReport | None:
+    """Return `on_report`, for plans with a note on why they were not traced."""
+    if on_report is None:
+        return None
+
+    def add_reason_and_report(part: Facts) -> None:
+        if "plan" in part:
+            _add_reason(part["plan"], reasons)
+        on_report(part)
+
+    return add_reason_and_report
+
+
+def _call_planner(
+    function: str, config: Config, *arguments: Any, deadline: float | None, on_report: OnReport | None = None
+) -> Facts:
     """Return the result of `function(config, *arguments)`, called in a separate process.
 
     Args:
@@ -118,12 +147,15 @@ def _call_planner(function: str, config: Config, *arguments: Any, deadline: floa
         config: the configuration. If it names a device, tensors only claim to be on it, and the process sees none.
         arguments: the function's.
         deadline: in time.monotonic(); None waits.
+        on_report: see `call_in_subprocess`.
     """
     patience = None
     if deadline is not None:
         patience = max(0.0, deadline - time.monotonic())
     sees_devices = config.plan.device is None
-    facts: Facts = call_in_subprocess(function, config, *arguments, patience=patience, sees_devices=sees_devices)
+    facts: Facts = call_in_subprocess(
+        function, config, *arguments, patience=patience, sees_devices=sees_devices, on_report=on_report
+    )
     return facts
 
 
@@ -140,7 +172,8 @@ def with_checkpointing_modes(config: Config, ranks: "Ranks") -> Config:
     """Return the run's configuration with a mode for each block, if they are open: all blocks are recomputed if memory
     cannot be estimated. Takes some seconds. Collective.
 
-    Raises UserError for a model without blocks, and for mistakes in the configuration, on all ranks.
+    Raises UserError for a model without blocks, for mistakes in the configuration, and if certainly no micro-batch
+    fits, on all ranks.
     """
     from trainapp.parallel.ranks import answered_by_rank_zero
 
@@ -168,9 +201,28 @@ def _planned_modes(config: Config, world_size: int) -> "list[Mode] | None":
         reasons = "; ".join(facts["notes"])
         log.warning("activation_checkpointing=auto: no estimate (%s); all blocks are recomputed, as with full", reasons)
         return None
+    if _cannot_fit(facts):
+        limit = bytes_text(facts["limit_bytes"])
+        setting = "memory.limit" if config.memory.limit is None else f"memory.limit={config.memory.limit}"
+        raise UserError(
+            f"activation_checkpointing=auto: no micro-batch fits {limit}. The lowest peak, of a micro-batch of "
+            f"{facts['micro_size']}, is {bytes_text(facts['peak_bytes'])} in {facts['phase'].replace('_', ' ')} "
+            f"(traced, +-{100 * facts['margin']:.0f}%); raise {setting}, or add what `mode=plan` lists. To train "
+            "nevertheless, use activation_checkpointing=full"
+        )
     modes: list[Mode] = facts["modes"]
     log.info("activation checkpointing: %s, as planned (%s)", modes_text(modes), facts["method"])
     return modes
+
+
+def _cannot_fit(facts: Facts) -> bool:
+    """Return whether the plan of modes knows that a run would run out of memory: a trace without reservations says so
+    by twice its margin.
+    """
+    if facts["method"] != "traced" or facts["largest_micro_size"] != 0 or facts["notes"]:
+        return False
+    lowest: float = facts["peak_bytes"] * (1 - 2 * facts["margin"])
+    return lowest > facts["limit_bytes"]
 
 
 def modes_text(modes: Sequence[str]) -> str:
@@ -181,7 +233,13 @@ def modes_text(modes: Sequence[str]) -> str:
 # --- the separate process
 
 
-def call_in_subprocess(function: str, *arguments: Any, patience: float | None = None, sees_devices: bool = True) -> Any:
+def call_in_subprocess(
+    function: str,
+    *arguments: Any,
+    patience: float | None = None,
+    sees_devices: bool = True,
+    on_report: OnReport | None = None,
+) -> Any:
     """Return the result of a function, called in a separate process. Importing torch there takes seconds.
 
     Raises NoAnswer, and the function's UserError.
@@ -191,39 +249,83 @@ def call_in_subprocess(function: str, *arguments: Any, patience: float | None = 
         arguments: pickled, as is the answer.
         patience: seconds; None waits.
         sees_devices: False hides CUDA, whose context would take some hundred MiB of a device that may be full.
+        on_report: called in this process with what the function sends by `report`.
     """
     # Files rather than pipes, whose end comes only after every process that the function has left behind.
-    with TemporaryFile() as request, TemporaryFile() as answer, TemporaryFile() as errors:
-        pickle.dump((function, arguments), request)
+    with TemporaryFile() as request, TemporaryFile() as answer, TemporaryFile() as errors, TemporaryFile() as reports:
+        pickle.dump((function, arguments, reports.fileno()), request)
         request.seek(0)
         try:
-            completed = subprocess.run(
+            process = subprocess.Popen(
                 [sys.executable, "-c", f"from {__name__} import main; main()"],
                 env=_environment(sees_devices),
                 stdin=request,
                 stdout=answer,
                 stderr=errors,
-                timeout=patience,
-                check=False,
+                pass_fds=[reports.fileno()],
             )
-        except subprocess.TimeoutExpired:
-            raise NoAnswer(f"the planner's process took longer than {patience:.0f} s") from None
         except OSError as problem:  # out of memory, or of processes
             raise NoAnswer(f"the planner's process cannot start: {problem}") from None
+        try:
+            returncode = _wait(process, patience, reports.fileno(), on_report)
+        except subprocess.TimeoutExpired:
+            raise NoAnswer(f"the planner's process took longer than {patience:.0f} s") from None
 
         # Without an answer, the last line of its errors says why: mostly the message of an exception.
         answer.seek(0)
         content = answer.read()
-        if completed.returncode or not content:
+        if returncode or not content:
             errors.seek(0)
             error_text = errors.read().decode(errors="replace").strip()
             last_line = error_text.rpartition("\n")[2]
-            raise NoAnswer(_death(completed.returncode, last_line))
+            raise NoAnswer(_death(returncode, last_line))
 
     outcome = pickle.loads(content)
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
+
+
+def _wait(process: "subprocess.Popen[bytes]", patience: float | None, reports: int, on_report: OnReport | None) -> int:
+    """Return the exit code of the process, and pass on its reports as they come. Ends it on any error.
+
+    Raises TimeoutExpired after `patience` seconds.
+    """
+    ends_at = None
+    if patience is not None:
+        ends_at = time.monotonic() + patience
+    position = 0  # in the file of the reports
+    with process:
+        try:
+            while True:
+                try:
+                    return process.wait(POLL_SECONDS)
+                except subprocess.TimeoutExpired:
+                    if ends_at is not None and time.monotonic() > ends_at:
+                        raise
+                finally:
+                    if on_report is not None:
+                        position = _pass_on(reports, position, on_report)
+        except BaseException:
+            process.kill()
+            raise
+
+
+def _pass_on(reports: int, position: int, on_report: OnReport) -> int:
+    """Pass on the complete lines from a position of the file on. Return the position after them."""
+    # Both processes share the file's offset, which is where the other one writes.
+    content = os.pread(reports, os.fstat(reports).st_size - position, position)
+    complete, newline, _ = content.rpartition(b"\n")
+    for line in complete.splitlines():
+        on_report(json.loads(line))
+    return position + len(complete) + len(newline)
+
+
+def report(part: Facts) -> None:
+    """Send a part of the result to the process that waits for it, as JSON; no effect outside of the planner's."""
+    for file in _reports:
+        file.write(json.dumps(part) + "\n")
+        file.flush()
 
 
 def _environment(sees_devices: bool) -> dict[str, str]:
@@ -254,7 +356,8 @@ def main() -> None:
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    name, arguments = pickle.load(sys.stdin.buffer)
+    name, arguments, reports = pickle.load(sys.stdin.buffer)
+    _reports.append(os.fdopen(reports, "w"))
     logging.basicConfig(level=logging.ERROR)  # the run itself will warn
     function = pkgutil.resolve_name(name)
     gc.freeze()  # walking all of torch in every collection took a tenth of a large plan's time

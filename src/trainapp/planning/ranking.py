@@ -12,14 +12,15 @@ from trainapp.config.claimed_settings import with_claimed_settings
 from trainapp.config.command_line import size_overrides
 from trainapp.config.schema import Config
 from trainapp.errors import UserError
+from trainapp.memory.live_tensors import Category
 from trainapp.planning.fitting import Planner, with_cheapest_modes
 from trainapp.planning.measured import MeasuredEstimator
-from trainapp.planning.process import Facts, MemoryPlan
+from trainapp.planning.process import Facts, MemoryPlan, OnReport
 from trainapp.planning.recorder import Breakdown
 from trainapp.planning.simulated_ranks import planned_world_size
 from trainapp.techniques.catalogue import RESULTS, TECHNIQUES, Technique, overrides_of, with_techniques
 
-MOST_COMBINATIONS = 5  # number of combinations tried
+MOST_COMBINATIONS = 9  # number of combinations tried
 MOST_SEARCHES = 3  # number of variants whose largest micro-batch is searched
 MOST_MEASURED = 4  # number of variants run with plan.measure
 LEAST_SAVING = 0.01  # smallest relative saving for adding a technique to a combination
@@ -47,6 +48,11 @@ class Variant:
         return max(harms, default=0)
 
     @property
+    def rounds_weights(self) -> bool:
+        """Whether the weights themselves are rounded, and not only what is computed from them."""
+        return any(_rounds_weights(technique) for technique in self.techniques)
+
+    @property
     def result(self) -> str:
         """How the training's result changes."""
         return RESULTS[self.harm]
@@ -72,16 +78,28 @@ class Variant:
 MakeVariant = Callable[[Sequence[Technique]], Variant | None]
 
 
-def rank_techniques(planner: Planner, plan: MemoryPlan) -> tuple[list[Facts], Facts | None]:
-    """Return `techniques` and `best` of plan.json. Raises UserError for mistakes in the configuration."""
+def rank_techniques(
+    planner: Planner, plan: MemoryPlan, report: OnReport = lambda part: None
+) -> tuple[list[Facts], Facts | None]:
+    """Return `techniques` and `best` of plan.json. Raises UserError for mistakes in the configuration.
+
+    Args:
+        planner: of the configuration.
+        plan: its plan.
+        report: is called with `technique`, the facts of each variant that was tried: `overrides`, `peak_bytes` (None if
+            it does not apply), `tried` and `most`, the numbers of variants so far and at most; and with `search`, the
+            overrides of a variant whose largest micro-batch is searched next.
+    """
     size = plan.micro_size or 1
     unchanged = Variant((), planner, planner.peak(size))
     patience = PATIENCE if planner.estimator.method == "measured" else math.inf
-    make_variant = functools.partial(_make_variant, planner, size, time.monotonic() + patience)
+    make_silently = functools.partial(_make_variant, planner, size, time.monotonic() + patience)
+    applicable = _applicable_techniques(unchanged)
+    make_variant = _Reported(make_silently, report, len(applicable) + MOST_COMBINATIONS)
 
     # Each technique by itself, least harm first, then the largest saving; then their combinations, in that order.
     single = []
-    for technique in _applicable_techniques(unchanged):
+    for technique in applicable:
         variant = make_variant([technique])
         if variant is not None:
             single.append(variant)
@@ -95,11 +113,38 @@ def rank_techniques(planner: Planner, plan: MemoryPlan) -> tuple[list[Facts], Fa
     most = (1 - LEAST_SAVING) * unchanged.peak
     worthwhile = [variant for variant in variants if variant.peak < most and variant.result != "other"]
     searched = worthwhile[:MOST_SEARCHES]
-    techniques = [variant.facts(is_searched=variant in searched) for variant in variants]
+    techniques = []
+    for variant in variants:
+        if variant in searched:
+            report({"search": " ".join(overrides_of(variant.techniques))})
+        techniques.append(variant.facts(is_searched=variant in searched))
 
     # The best plan changes as little as it can, so it looks at fewer techniques before lower peaks.
-    fewest_first = sorted(variants, key=lambda variant: (variant.harm, len(variant.techniques), variant.peak))
-    return techniques, _best([unchanged, *fewest_first])
+    return techniques, _best([unchanged, *sorted(variants, key=_change)])
+
+
+def _change(variant: Variant) -> tuple[int, bool, int, int]:
+    """Return how much a variant changes, to sort by."""
+    return variant.harm, variant.rounds_weights, len(variant.techniques), variant.peak
+
+
+class _Reported:
+    """A function that makes variants, of which each is reported."""
+
+    def __init__(self, make_variant: MakeVariant, report: OnReport, most: int):
+        self._make_variant = make_variant
+        self._report = report
+        self._most = most
+        self._tried = 0
+
+    def __call__(self, techniques: Sequence[Technique]) -> Variant | None:
+        variant = self._make_variant(techniques)
+        self._tried += 1
+        peak = None if variant is None else variant.peak
+        overrides = " ".join(overrides_of(techniques))
+        facts = {"overrides": overrides, "peak_bytes": peak, "tried": self._tried, "most": self._most}
+        self._report({"technique": facts})
+        return variant
 
 
 def _applicable_techniques(unchanged: Variant) -> list[Technique]:
@@ -108,6 +153,10 @@ def _applicable_techniques(unchanged: Variant) -> list[Technique]:
     if unchanged.planner.config.parallel.strategy != "single":
         return techniques
     return [technique for technique in techniques if not _needs_ranks(technique)]
+
+
+def _rounds_weights(technique: Technique) -> bool:
+    return technique.result == "rounded" and Category.PARAMETERS in technique.relieves
 
 
 def _needs_ranks(technique: Technique) -> bool:
@@ -144,31 +193,73 @@ def _with(config: Config, techniques: Sequence[Technique]) -> Config:
 
 
 def _combine(unchanged: Variant, single: Sequence[Variant], make_variant: MakeVariant) -> list[Variant]:
-    """Return combinations: one technique after the other, in the order of `single`, while each lowers the peak; a
-    technique replaces those that set the same settings.
+    """Return combinations of techniques that lower the peak, at most MOST_COMBINATIONS.
+
+    First those that keep the result; then these with one technique that rounds something else than weights, each in
+    its turn; then the lowest of all with further ones. A technique replaces those that set the same settings.
+
+    Args:
+        unchanged: the configuration.
+        single: its techniques, each by itself, in the order in which they are combined.
+        make_variant: makes a variant of the configuration.
     """
-    combinations: list[Variant] = []
-    best = unchanged  # the techniques that have lowered the peak so far
-    tried = 0
-    for variant in single:
-        technique = variant.techniques[0]
+    same = [variant for variant in single if variant.result == "same"]
+    rounded = [variant for variant in single if variant.result == "rounded"]
+    combinations = _Combinations(make_variant)
+
+    lowest_same = unchanged
+    for variant in same:
+        lowest_same = combinations.add(lowest_same, variant)
+
+    lowest = lowest_same
+    for variant in rounded:
+        if variant.rounds_weights:
+            continue
+        with_one = combinations.add(lowest_same, variant)
+        if with_one is not lowest_same and _lowers(with_one, lowest):
+            lowest = with_one
+
+    rounded.sort(key=lambda variant: variant.rounds_weights)
+    for variant in rounded:
+        if variant.techniques[0] not in lowest.techniques:
+            lowest = combinations.add(lowest, variant)
+    return combinations.variants
+
+
+class _Combinations:
+    """The combinations that were tried, and lower the peak."""
+
+    def __init__(self, make_variant: MakeVariant):
+        self.variants: list[Variant] = []
+        self._make_variant = make_variant
+        self._tried: set[frozenset[str]] = set()  # the settings of each
+
+    def add(self, base: Variant, single: Variant) -> Variant:
+        """Return `base` with another technique, if that lowers its peak; otherwise `base`.
+
+        Args:
+            base: techniques that have lowered the peak so far.
+            single: the technique by itself.
+        """
+        technique = single.techniques[0]
         compatible = []
-        for earlier in best.techniques:
+        for earlier in base.techniques:
             is_replaced = earlier.changes.keys() <= technique.changes.keys()
             if not is_replaced:
                 compatible.append(earlier)
         if not compatible:  # no combination: the technique by itself
-            if _lowers(variant, best):
-                best = variant
-            continue
-        if tried == MOST_COMBINATIONS:
-            break
-        tried += 1
-        combination = make_variant([*compatible, technique])
-        if combination is not None and _lowers(combination, best):
-            best = combination
-            combinations.append(combination)
-    return combinations
+            return single if _lowers(single, base) else base
+
+        techniques = [*compatible, technique]
+        settings = frozenset(part.setting for part in techniques)
+        if settings in self._tried or len(self._tried) == MOST_COMBINATIONS:
+            return base
+        self._tried.add(settings)
+        combination = self._make_variant(techniques)
+        if combination is None or not _lowers(combination, base):
+            return base
+        self.variants.append(combination)
+        return combination
 
 
 def _lowers(variant: Variant, earlier: Variant) -> bool:
@@ -182,13 +273,13 @@ def _best(variants: Sequence[Variant]) -> Facts:
     best = next((variant for variant in variants if variant.planner.fits(variant.planner.smallest)), None)
     if best is not None:
         planner = best.planner
-        size = planner.largest
+        size = planner.confirmed_largest
     else:
         best = min(variants, key=lambda variant: variant.peak)
         planner = best.planner
         size = planner.smallest
 
-    peak = planner.peak(size).total
+    peak = planner.full_peak(size).total
     needed_bytes = math.ceil(peak * (1 + planner.estimator.spare))
     overrides = [*overrides_of(best.techniques), *size_overrides(planner.config, size)]
     return {

@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,24 +15,32 @@ from trainapp.assembly.model import materialise
 from trainapp.assembly.resolved_targets import ResolvedTargets
 from trainapp.assembly.resources import Resources, open_resources
 from trainapp.config.schema import Config
+from trainapp.errors import UserError
 from trainapp.memory.host import total_bytes
-from trainapp.models.inspect import is_of_transformers
+from trainapp.models.inspect import blocks_of, is_of_transformers
 from trainapp.optim import precision
 from trainapp.planning.absent_gpu import AbsentGpu
 from trainapp.planning.cuda_kernels import EngineOnCuda
-from trainapp.planning.recorder import Breakdown, Recorder
+from trainapp.planning.recorder import Breakdown, Recorder, UnequalBlocks, extrapolated
 from trainapp.planning.simulated_ranks import simulated
 from trainapp.planning.values import MadeUpValues, NeedsValues, document_borders
 from trainapp.planning.work import Fake, Work, largest_share, longest, planned_config, without_values
 from trainapp.torch_private import convertible_fakes, fake_tensor_mode, outside_dispatch_modes, registries_of
 from trainapp.units import parse_memory_size
 
+FEW_BLOCKS = (2, 4)  # numbers of blocks of the two traces from which a model of more equal blocks is extrapolated
+MOST_FULL_BLOCKS = 6  # a model of more equal blocks is extrapolated: the two traces together have as many
+MOST_DEVIATION = 0.01  # of an extrapolated peak from that of the first full trace; with more, all traces are full
 _VARIES = "the batches differ in shape: the plan is for the longest of the first; a longer one needs more"
 _MADE_UP = "the model reads values, which were made up: with real ones it may need more"
+log = logging.getLogger(__name__)
 
 
 class TracedEstimator:
     """The estimator that steps on fake tensors. Exact on the CPU, where the kernels' sizes are known.
+
+    A trace costs time per block. Of a model of many equal blocks, the first trace has all of them, and later ones a few
+    if the first peak can be extrapolated from these.
 
     Traces set torch's global switches and seed the generators: use it in a separate process. Raises the model's errors
     on tensors without data; NeedsValues if it reads values.
@@ -51,6 +60,9 @@ class TracedEstimator:
         self.gpu = gpu
         self.refuses = refuses
         self._is_of_transformers = False  # the last model that was traced
+        self._blocks = 0  # number of the model's blocks, known after the first trace
+        self._leaves_out_blocks: bool | None = None  # None before the first trace
+        self._extrapolated: dict[tuple[str, int], Breakdown] = {}  # by configuration and size; they hold no events
 
     @property
     def margin(self) -> float:
@@ -80,7 +92,56 @@ class TracedEstimator:
 
     def peak(self, config: Config, size: int) -> Breakdown:
         """Return the peak with micro-batches of this size on the first rank, which has the most samples and largest
-        shards.
+        shards; extrapolated from a few blocks where that is known to agree with a trace of all.
+        """
+        if self._leaves_out_blocks is None:
+            breakdown = self.full_peak(config, size)
+            self._blocks = breakdown.blocks
+            self._leaves_out_blocks = self._can_be_extrapolated(config, size, breakdown)
+            return breakdown
+
+        if self._leaves_out_blocks and _has_equal_settings(config):
+            try:
+                return self._extrapolated_peak(config, size)
+            except (UserError, UnequalBlocks) as error:  # the full trace tells whether it is of the configuration
+                log.debug("not extrapolated: %s", error)
+        return self.full_peak(config, size)
+
+    def _can_be_extrapolated(self, config: Config, size: int, full: Breakdown) -> bool:
+        """Return whether the peak of the model with all blocks is known from a few of them."""
+        # With several ranks, what is gathered ahead and when depends on the number of blocks.
+        if self.world_size > 1 or self._blocks <= MOST_FULL_BLOCKS or not _has_equal_settings(config):
+            return False
+        try:
+            from_few_blocks = self._extrapolated_peak(config, size)
+        except Exception as error:  # the model's own: its forward may need all blocks
+            log.debug("blocks cannot be left out: %s", error)
+            return False
+        return abs(from_few_blocks.total - full.total) <= MOST_DEVIATION * full.total
+
+    def _extrapolated_peak(self, config: Config, size: int) -> Breakdown:
+        """Return the peak on the lines through the traces with FEW_BLOCKS. Raises UnequalBlocks."""
+        key = (repr(config), size)
+        if key in self._extrapolated:
+            return self._extrapolated[key]
+
+        settings = config.activation_checkpointing
+        traces: dict[int, Breakdown] = {}
+        for count in FEW_BLOCKS:
+            modes = None if settings.modes is None else settings.modes[:count]
+            with_modes = dataclasses.replace(settings, modes=modes)
+            changed = dataclasses.replace(config, activation_checkpointing=with_modes)
+            traces[count] = self.full_peak(changed, size, count)
+        self._extrapolated[key] = extrapolated(traces, self._blocks)
+        return self._extrapolated[key]
+
+    def full_peak(self, config: Config, size: int, blocks: int | None = None) -> Breakdown:
+        """Return the peak of a trace: see `peak`. Raises UnequalBlocks.
+
+        Args:
+            config: the configuration.
+            size: of a micro-batch.
+            blocks: number of the model's blocks that the trace has, the first ones; None: all.
         """
         if config.train.compile or config.precision.mode in ("int8", "fp8"):
             raise NeedsValues("no trace knows what compiled steps and 8-bit matmuls allocate")
@@ -113,7 +174,7 @@ class TracedEstimator:
                 resources.numerics = precision.build(planned.precision, resources.device)  # its autocast and scaler
 
             # The engine, as for training.
-            model_class = _model_without_data(resources, fake, host)
+            model_class = _model_without_data(resources, fake, host, blocks)
             resources.targets = dataclasses.replace(self.targets, model=model_class)
             engine = assemble(planned, resources, ranks).engine
             modes.enter_context(document_borders(bool(self.targets.spec.get("packed"))))
@@ -128,7 +189,11 @@ class TracedEstimator:
                 breakdown = dataclasses.replace(breakdown, notes=(*breakdown.notes, _VARIES))
             if values.reads:
                 breakdown = dataclasses.replace(breakdown, notes=(*breakdown.notes, _MADE_UP))
-            return breakdown if gpu is None else gpu.with_untraced_memory(breakdown, engine, config)
+            if gpu is not None:
+                breakdown = gpu.with_untraced_memory(breakdown, engine, config)
+            if blocks is None:  # nothing is extrapolated from it
+                breakdown = dataclasses.replace(breakdown, spans=())
+            return breakdown
 
     def _planned_samples(self, config: Config, size: int) -> int:
         """Return the samples of the planned step, over all ranks.
@@ -140,6 +205,14 @@ class TracedEstimator:
         if has_three_full and not self.targets.has_embeddings:
             return 2 * size * self.world_size
         return config.batch.global_size
+
+
+def _has_equal_settings(config: Config) -> bool:
+    """Return whether the configuration treats all blocks alike."""
+    settings = config.activation_checkpointing
+    if settings.modes is not None:
+        return len(set(settings.modes)) == 1
+    return settings.mode == "none" or settings.every == 1
 
 
 def _fake(from_tensor: Callable[[Tensor], Tensor], device: torch.device, tensor: Tensor) -> Tensor:
@@ -156,7 +229,9 @@ def _fake(from_tensor: Callable[[Tensor], Tensor], device: torch.device, tensor:
 # --- models without data
 
 
-def _model_without_data(resources: Resources, fake: Fake, device: torch.device) -> Callable[..., nn.Module]:
+def _model_without_data(
+    resources: Resources, fake: Fake, device: torch.device, blocks: int | None
+) -> Callable[..., nn.Module]:
     """Return the model's class, for `assemble` to call under a fake mode. Builds the model without data if possible;
     otherwise for real, for lazy modules and models that read values, and then drops the data.
 
@@ -164,6 +239,7 @@ def _model_without_data(resources: Resources, fake: Fake, device: torch.device) 
         resources: with the targets and data of the run.
         fake: removes the data of a tensor.
         device: on which a real model is built.
+        blocks: number of blocks to keep; None keeps all.
     """
     model_class = resources.targets.model
 
@@ -172,19 +248,23 @@ def _model_without_data(resources: Resources, fake: Fake, device: torch.device) 
         # Without data.
         try:
             with convertible_fakes():
-                return cast(nn.Module, model_class(*args, **kwargs))
+                model = cast(nn.Module, model_class(*args, **kwargs))
         except Exception as error:
             first_error = error
+        else:
+            _keep_blocks(model, blocks)
+            return model
 
         # For real, outside of the fake mode.
         try:
             with outside_dispatch_modes(), torch.device(device):
-                model: nn.Module = model_class(*args, **kwargs)
+                model = model_class(*args, **kwargs)
                 materialise(model, resources, device)
         except Exception as error:
             raise error from first_error
 
         _drop_data(model, fake)
+        _keep_blocks(model, blocks)
         return model
 
     return build_without_data
@@ -213,3 +293,54 @@ def _without_data(tensor: Tensor, fake: Fake) -> Tensor:
     if type(tensor) is nn.Parameter:
         vars(parameter).update(vars(tensor))  # attributes set by the model
     return parameter
+
+
+# --- models with a few of their blocks
+
+
+def _keep_blocks(model: nn.Module, count: int | None) -> None:
+    """Remove all blocks but the first from the model's list of them; None removes none. Raises UnequalBlocks."""
+    if count is None:
+        return
+    blocks = blocks_of(model, "blocks()")
+    if not _are_equal(blocks):
+        raise UnequalBlocks("the blocks differ")
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and list(module) == blocks:
+            del module[count:]
+            return
+    raise UnequalBlocks("no nn.ModuleList consists of the blocks")
+
+
+def _are_equal(blocks: Sequence[nn.Module]) -> bool:
+    """Return whether blocks have the same modules, tensors and settings, except for their own indices."""
+    if len({_structure(block) for block in blocks}) > 1:
+        return False
+    settings = [_settings(block) for block in blocks]
+    for name, first in settings[0].items():
+        values = [of_block.get(name) for of_block in settings]
+        is_same = all(value == first for value in values)
+        is_index = type(first) is int and values == list(range(first, first + len(blocks)))
+        if not (is_same or is_index):
+            return False
+    return True
+
+
+def _structure(block: nn.Module) -> tuple[Any, ...]:
+    """Return the classes of the block's modules, and the shapes, dtypes and kinds of its tensors, by their names."""
+    parts: list[Any] = []
+    for name, module in block.named_modules():
+        parts.append((name, type(module)))
+    for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
+        parts.append((name, tensor.shape, tensor.dtype, tensor.requires_grad))
+    return tuple(parts)
+
+
+def _settings(block: nn.Module) -> dict[str, Any]:
+    """Return the plain values that are attributes of the block's modules, by their full names."""
+    settings = {}
+    for path, module in block.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, (bool, int, float, str, tuple, type(None))):
+                settings[f"{path}.{name}"] = value
+    return settings

@@ -37,18 +37,19 @@ class Progress:
         total: steps of the whole run, or None if its end is unknown.
         step: finished optimizer steps.
         is_silent: show no bar, for ranks other than 0.
+        unit: what is counted.
 
     Attributes:
         live: whether there is a live bar.
         step: finished optimizer steps.
     """
 
-    def __init__(self, total: int | None, step: int, is_silent: bool = False):
+    def __init__(self, total: int | None, step: int, is_silent: bool = False, unit: str = "step"):
         self.live = is_live() and not is_silent
         self.bar = tqdm(
             total=total,
             initial=step,
-            unit="step",
+            unit=unit,
             disable=not self.live,
             dynamic_ncols=True,
             mininterval=0.2,
