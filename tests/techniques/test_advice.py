@@ -70,7 +70,7 @@ def test_the_category_that_holds_the_most_comes_first():
     assert activations["precision=bf16"] == 40 * MIB
     state = advice(Shortage(FULL))
     assert list(state)[:2] == ["precision=bf16_pure optimizer=adamw_bf16", "optimizer=adamw_4bit"]
-    of_codes = (1 / 8 + 1 / 128) * 2 / 2  # with their scales, of the two moments in fp32
+    of_codes = 1 / 8 + 1 / 128  # with their scales, of a moment in fp32
     assert state["optimizer=adamw_4bit"] == pytest.approx(20 * MIB * (1 - of_codes), rel=0.01)
     average = advice(Shortage(FULL | {AVERAGE: 30 * MIB}), "train.ema=0.9")
     assert next(iter(average.items())) == ("train.ema=null", 30 * MIB)
