@@ -23,6 +23,7 @@ from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.losses.losses import Metrics, MetricSum, Task, can_be_chunked, evaluate_metrics
 from trainapp.models.inspect import checked_gradients
+from trainapp.optim.optimizers import require_no_closure
 from trainapp.optim.precision import NonFiniteCheck, Number, gradient_norm, scale_gradients
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.parallel.strategy import Strategy, requires_grad_only
@@ -392,12 +393,22 @@ class Engine:
         self._commit_has_begun = True  # until `finish_update`
         if applied:
             with self.at(Phase.COMMIT):
-                applied = update.precision.step(update.optimizer)
+                applied = self._step_optimizer()
                 if not applied and progress.step == 0 and progress.skipped == 0:
                     update.precision.lower_first_scale(float(totals.count) / self.context.samples)
                 self.nonfinite.record_outcome(applied, progress.step, update=update.name)
         self.is_first = False
         return applied
+
+    def _step_optimizer(self) -> bool:
+        """Step the optimizer; see `Precision.step`. Raises UserError for one that needs a closure after all."""
+        update = self.context.update
+        try:
+            return update.precision.step(update.optimizer)
+        except (AssertionError, TypeError) as error:
+            setting = f"updates.{update.number}.optimizer" if update.name else "optimizer"
+            require_no_closure(update.optimizer, error, setting)
+            raise
 
     def finish_update(self) -> None:
         """End the update, whether applied or skipped: from now on there is nothing to undo."""
