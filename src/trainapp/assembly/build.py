@@ -32,7 +32,11 @@ log = logging.getLogger(__name__)
 
 
 def build(
-    config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory | None = None, resumes: bool = False
+    config: Config,
+    stop: StopRequest,
+    ranks: Ranks,
+    memory: DeviceMemory | None = None,
+    checkpoint: Path | None = None,
 ) -> Session:
     """Return a session without micro-batch sizes that writes nothing yet: see `run.prepare`. Raises UserError for
     parts that do not fit together.
@@ -42,9 +46,9 @@ def build(
         stop: the request to stop.
         ranks: the processes of the run.
         memory: the previous session's memory in this process, with its limit and counters; None builds a new one.
-        resumes: whether the caller restores a checkpoint.
+        checkpoint: the one that the caller restores, if any.
     """
-    resources = open_resources(config, ranks, memory=memory, resumes=resumes)
+    resources = open_resources(config, ranks, memory=memory, checkpoint=checkpoint)
     try:
         return session_of(config, resources, stop, ranks)
     except BaseException:

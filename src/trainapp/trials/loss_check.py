@@ -3,8 +3,9 @@
 A mean would be divided by the count again, making gradients that many times too small; a loss that compares the samples
 of its batch depends on the micro-batch. Neither shows in a curve.
 
-When: once, whenever a run's model is built, before it is compiled or sharded and before the first step. On every rank,
-each with its own samples.
+When: once, whenever a run's model is built, before it is compiled or sharded and before the first step; of a resumed
+run, in the state of its checkpoint, since a loss may change with the stage of training. On every rank, each with its
+own samples.
 
 What is called: the task of evaluations and those of the updates, each in the modes in which a run calls it
 (`trials.modes`), with the first four samples of training (`trials.samples`). A stream's are read once, and kept for
@@ -125,6 +126,14 @@ def require_sum(setup: TrialSetup, ranks: Ranks, draw_record: DrawRecord) -> dic
     if setup.device.type == "cuda":
         torch.cuda.empty_cache()
     return texts
+
+
+def compares_any(setup: TrialSetup) -> bool:
+    """Return whether `require_sum` compares any mode, the same on all ranks."""
+    for mode in setup.modes:
+        if not needs_no_check(mode.task, setup.model) and _reason_to_skip(setup, mode) is None:
+            return True
+    return False
 
 
 def _reason_to_skip(setup: TrialSetup, mode: Mode) -> Reason | None:
