@@ -74,7 +74,8 @@ def test_an_accuracy_above_1_is_named_after_an_evaluation(tmp_path, caplog):
     runs.run(tmp_path, *OWN, *UNCHECKED, task, "optimizer.lr=0.01")
     assert evaluations(tmp_path)[-1]["accuracy"] > 1
     (text,) = [text for text in warnings_of(caplog) if "accuracy" in text]
-    assert "the accuracy is " in text and "return a tuple" in text
+    assert "the accuracy is " in text
+    assert "return a tuple" in text
 
 
 def in_percent(model, batch):

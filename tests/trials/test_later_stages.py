@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from trainapp.errors import UserError
+from trainapp.trials import later_steps
 
 CLASS_WEIGHTS = torch.arange(1.0, 11.0)
 FIRST_OF_SECOND_STAGE = 3  # the steps that were made before it
@@ -82,3 +83,81 @@ def test_a_resume_in_the_stage_before_it_is_not(tmp_path):
 def test_the_check_changes_nothing_of_a_resumed_run(tmp_path):
     whole, parts = runs.resumed(tmp_path, 3, *staged("ByItsState"))
     assert runs.differences(whole, parts) == []
+
+
+# --- during a run
+
+
+def run_of(tmp_path, task, *overrides):
+    own = (*staged(task), "train.max_steps=18", "every.eval=null", "checkpointing.save=false", *overrides)
+    return runs.run(tmp_path, *own)
+
+
+def warnings_of(caplog):
+    texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    return [text for text in texts if "no sum over samples" in text]
+
+
+@pytest.mark.parametrize("size", [16, 5])
+def test_a_loss_that_is_no_sum_from_some_step_on_is_named(tmp_path, caplog, size):
+    result = run_of(tmp_path, "reweighted", f"batch.micro_size={size}")
+    (text,) = warnings_of(caplog)
+    assert text.startswith("task=test_later_stages.reweighted: from step 16 at the latest, the loss is no sum over")
+    assert f"for a micro-batch of {size} samples it is " in text
+    assert text in result.depends_on_micro_batch
+
+
+def summed(model, batch):
+    """Deferred re-weighting as a sum: its count is the sum of the weights."""
+    logits = model(batch["inputs"])
+    targets = batch["targets"]
+    weights = torch.ones_like(CLASS_WEIGHTS)
+    if model.step >= FIRST_OF_SECOND_STAGE:
+        weights = CLASS_WEIGHTS
+    loss = F.cross_entropy(logits, targets, weight=weights.to(logits.dtype), reduction="sum")
+    return loss, weights[targets].sum(), {}
+
+
+def noisy(model, batch):
+    """Draws of samples from some step on: the comparison says nothing of a draw that was not learnt."""
+    inputs = batch["inputs"]
+    if model.step >= FIRST_OF_SECOND_STAGE:
+        inputs = inputs + torch.randn(3, len(inputs), *inputs.shape[1:]).mean(0)
+    return F.cross_entropy(model(inputs), batch["targets"], reduction="sum"), len(inputs), {}
+
+
+def dropped(model, batch):
+    """Draws of samples from the first step on."""
+    logits = F.dropout(model(batch["inputs"]), 0.5, model.training)
+    return F.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {}
+
+
+class Whole:
+    whole_batch = True
+
+    def __call__(self, model, batch):
+        return reweighted(model, batch)
+
+
+@pytest.mark.parametrize("draws", ["per_sample", "device"])
+@pytest.mark.parametrize("task", ["summed", "noisy", "dropped", "Whole", "ByItsState"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_other_losses_are_not(tmp_path, caplog, task, draws, precision):
+    run_of(tmp_path, task, f"train.draws={draws}", f"precision={precision}")
+    assert warnings_of(caplog) == []
+
+
+def test_the_comparison_leaves_no_trace(tmp_path, monkeypatch):
+    """Neither in the weights, nor in the draws, nor in a task's state."""
+    ends = []
+    for name in ("with", "without"):
+        if name == "without":
+            monkeypatch.setattr(later_steps, "FIRST_STEP", 10**9)
+        for task in ("dropped", "ByItsState"):
+            runs.run(tmp_path / name / task, *staged(task), "train.max_steps=18", "every.eval=null")
+            ends.append(runs.end(tmp_path / name / task, 18))
+    assert runs.differences(ends[:2], ends[2:]) == []
+
+
+def test_the_steps_of_the_comparison(monkeypatch):
+    assert [step for step in range(1, 5000) if later_steps._is_due(step)] == [16, 64, 256, 1024, 4096]

@@ -27,6 +27,7 @@ from trainapp.training.engine import Engine
 from trainapp.training.limits import Limits
 from trainapp.training.phase import Phase
 from trainapp.training.session import Objective, Session
+from trainapp.trials import later_steps
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ def session_of(config: Config, resources: Resources, stop: StopRequest, ranks: R
         filled=assembly.filled,
         checks=assembly.checks,
         initial_weights=assembly.initial_weights,
+        later_check=later_steps.with_comparison,
     )
     if config.train.check_exactness:
         session.exactness_checks_left = (state.first_steps + exactness.STEPS - 1) * len(state.updates)

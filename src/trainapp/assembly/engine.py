@@ -41,10 +41,9 @@ from trainapp.training.engine import Engine
 from trainapp.training.in_backward import InBackward
 from trainapp.training.session import InitialWeights
 from trainapp.trials import learned_draws, loss_check
-from trainapp.trials.modes import has_all_values, modes_of
+from trainapp.trials.modes import TrialSetup, has_all_values, modes_of
 from trainapp.trials.obstacles import Obstacle, Reason
 from trainapp.trials.samples import FirstSamples
-from trainapp.trials.setup import TrialSetup
 
 log = logging.getLogger(__name__)
 

@@ -138,7 +138,7 @@ def _groups_by_decay(kind: Any, settings: Optimizer, model: nn.Module, setting: 
         return [{"params": trained}]
 
     # Divided by the optimizer's class, if it can, or as `parameter_groups` says.
-    weight_decay = settings.weight_decay
+    weight_decay: Any = settings.weight_decay
     if weight_decay is None and parameter is not None:
         weight_decay = parameter.default
     make_groups = getattr(kind, "parameter_groups", parameter_groups)

@@ -239,8 +239,8 @@ def step_without_effect(optimizer: torch.optim.Optimizer) -> None:
 
     Leaves the optimizer's state allocated, ready to load a checkpoint into.
     """
-    # With zero gradients, rate and decay, torch's optimizers change nothing but their state. One of the user's may count
-    # its steps in an attribute, which no state dict has.
+    # With zero gradients, rate and decay, torch's optimizers change nothing but their state. One of the user's may
+    # count its steps in an attribute, which no state dict has.
     attributes_before = _plain_attributes(optimizer)
     groups_before = [dict(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:

@@ -41,13 +41,12 @@ from trainapp.losses.losses import has_embeddings, needs_no_check, needs_whole_b
 from trainapp.parallel.ranks import Ranks
 from trainapp.trials.gradients import GradientFinding, compare_gradients
 from trainapp.trials.messages import AddsUp, DependsOnSplit, Finding, Refused
-from trainapp.trials.modes import NO_CHECK_NEEDED, Mode, has_all_values
+from trainapp.trials.modes import NO_CHECK_NEEDED, Mode, TrialSetup, has_all_values
 from trainapp.trials.obstacles import Obstacle, Reason
 from trainapp.trials.parts import ModeCalls, TaskFindings, compare_with_parts, draws_alike
 from trainapp.trials.precisions import FP64, first_working_result, note_traces, precisions_to_try
 from trainapp.trials.probe import TaskProbe
 from trainapp.trials.samples import Samples
-from trainapp.trials.setup import TrialSetup
 
 log = logging.getLogger(__name__)
 # Standard deviation of what is added to the parameters of copies. Initial weights are about as large: layers that begin
