@@ -161,3 +161,31 @@ def test_the_comparison_leaves_no_trace(tmp_path, monkeypatch):
 
 def test_the_steps_of_the_comparison(monkeypatch):
     assert [step for step in range(1, 5000) if later_steps._is_due(step)] == [16, 64, 256, 1024, 4096]
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Other samples in each fetch, as of a generator in an attribute; counts the fetches."""
+
+    fetches = 0
+
+    def __init__(self, split):
+        self.generator = torch.Generator().manual_seed(len(split))
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        type(self).fetches += 1
+        return {"inputs": torch.randn(1, 8, 8, generator=self.generator), "targets": index % 10}
+
+
+def test_no_sample_is_fetched_again(tmp_path, caplog, monkeypatch):
+    own = ("data._target_=test_later_stages.Augmented", "~data.augment", "+model.num_classes=10")
+    fetches = []
+    for first_step in (16, 10**9):
+        monkeypatch.setattr(later_steps, "FIRST_STEP", first_step)
+        Augmented.fetches = 0
+        run_of(tmp_path / str(first_step), "summed", *own)
+        fetches.append(Augmented.fetches)
+    assert fetches[0] == fetches[1] > 16 * 16
+    assert warnings_of(caplog) == []

@@ -6,17 +6,21 @@ three forwards without gradients, which leave no trace. Nothing is refused, as a
 is said once, and recorded as depending on the micro-batch.
 
 Nothing is compared where a difference would mean little, or is said already: see `_is_comparable`. Nor on several
-ranks, which would have to agree on it; nor where a call fails, or a repetition differs from the first call.
+ranks, which would have to agree on it; nor where a batch cannot be cut without fetching its samples again, a call
+fails, or a repetition differs from the first call.
 """
 
 import contextlib
 import functools
 import math
+import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from trainapp.data.batch import MicroBatch, split_micro_batch
+from trainapp.data.batch import MicroBatch, flatten_container, map_tensors, split_micro_batch
 from trainapp.draws.record import DrawRecord, TopicKind, noted_draws
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.losses.losses import CheckedTask, has_embeddings, needs_no_check, needs_whole_batch
@@ -103,8 +107,10 @@ def _difference(session: Session, micro: MicroBatch) -> Difference | None:
     record = DrawRecord(layouts)
     call = functools.partial(_sums_of, session, record=record)
 
-    half = micro.samples // 2
-    first_half, second_half = split_micro_batch(micro, [range(half), range(half, micro.samples)])
+    halves = _halves(session, micro)
+    if halves is None:
+        return None
+    first_half, second_half = halves
     results = SplitResults(call(micro), call(first_half), call(second_half))
     if not all(math.isfinite(sums.loss) and math.isfinite(sums.divisor) for sums in results):
         return None
@@ -120,6 +126,38 @@ def _difference(session: Session, micro: MicroBatch) -> Difference | None:
     if not is_reproducible or drew_otherwise or any(sums.drew_outside_torch for sums in results):
         return None
     return difference
+
+
+def _halves(session: Session, micro: MicroBatch) -> tuple[MicroBatch, MicroBatch] | None:
+    """Return the halves of a micro-batch, cut without fetching its samples again, which may be drawn anew, be slow to
+    load or move a stream; None if that is not possible.
+    """
+    middle = micro.samples // 2
+    parts = (range(middle), range(middle, micro.samples))
+    if session.batches.split is not None:
+        first_half, second_half = split_micro_batch(micro, parts)
+        return first_half, second_half
+    if session.batches.has_users_collate or not _is_stacked(micro.data, micro.samples):
+        return None
+
+    halves = []
+    for part in parts:
+        start, end = part[0], part[-1] + 1
+        data = map_tensors(operator.itemgetter(slice(start, end)), micro.data)
+        halves.append(micro._replace(data=data, positions=micro.positions[start:end]))
+    first_half, second_half = halves
+    return first_half, second_half
+
+
+def _is_stacked(batch: Any, samples: int) -> bool:
+    """Return whether a batch is nothing but tensors with a row per sample."""
+    if isinstance(batch, Tensor):
+        return batch.layout is torch.strided and not batch.is_nested and batch.shape[:1] == (samples,)
+    flattened = flatten_container(batch)
+    if flattened is None:
+        return False
+    children, _ = flattened
+    return all(_is_stacked(child, samples) for child in children)
 
 
 def _sums_of(session: Session, micro: MicroBatch, record: DrawRecord) -> Sums:
