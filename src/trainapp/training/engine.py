@@ -393,22 +393,17 @@ class Engine:
         self._commit_has_begun = True  # until `finish_update`
         if applied:
             with self.at(Phase.COMMIT):
-                applied = self._step_optimizer()
+                try:
+                    applied = update.precision.step(update.optimizer)
+                except (AssertionError, TypeError) as error:
+                    setting = f"updates.{update.number}.optimizer" if update.name else "optimizer"
+                    require_no_closure(update.optimizer, error, setting)
+                    raise
                 if not applied and progress.step == 0 and progress.skipped == 0:
                     update.precision.lower_first_scale(float(totals.count) / self.context.samples)
                 self.nonfinite.record_outcome(applied, progress.step, update=update.name)
         self.is_first = False
         return applied
-
-    def _step_optimizer(self) -> bool:
-        """Step the optimizer; see `Precision.step`. Raises UserError for one that needs a closure after all."""
-        update = self.context.update
-        try:
-            return update.precision.step(update.optimizer)
-        except (AssertionError, TypeError) as error:
-            setting = f"updates.{update.number}.optimizer" if update.name else "optimizer"
-            require_no_closure(update.optimizer, error, setting)
-            raise
 
     def finish_update(self) -> None:
         """End the update, whether applied or skipped: from now on there is nothing to undo."""

@@ -25,6 +25,7 @@ from trainapp.draws.record import DrawRecord, TopicKind, noted_draws
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.losses.losses import CheckedTask, has_embeddings, needs_no_check, needs_whole_batch
 from trainapp.rng import preserved_rng
+from trainapp.state.snapshot import Snapshot
 from trainapp.torch_private import BatchNorm
 from trainapp.training.session import Session
 from trainapp.trials.comparison import Comparison, Difference, Rounding, SplitResults
@@ -105,7 +106,10 @@ def _difference(session: Session, micro: MicroBatch) -> Difference | None:
     # What the calls draw is noted apart: the run's own record stays as it is.
     layouts = {work: dict(of_work) for work, of_work in session.engine.draw_record.layouts.items()}
     record = DrawRecord(layouts)
-    call = functools.partial(_sums_of, session, record=record)
+    # Nor is the step's snapshot taken anew: a retry returns to where the step began, before its first batch was fetched.
+    snapshot = Snapshot.of(session.state.stateful)
+    snapshot.add_written(session.snapshot.written)
+    call = functools.partial(_sums_of, session, snapshot=snapshot, record=record)
 
     halves = _halves(session, micro)
     if halves is None:
@@ -160,7 +164,7 @@ def _is_stacked(batch: Any, samples: int) -> bool:
     return all(_is_stacked(child, samples) for child in children)
 
 
-def _sums_of(session: Session, micro: MicroBatch, record: DrawRecord) -> Sums:
+def _sums_of(session: Session, micro: MicroBatch, snapshot: Snapshot, record: DrawRecord) -> Sums:
     """Return loss and count of a micro-batch as training computes them, and undo what that changes and draws."""
     engine = session.engine
     device = session.state.device
@@ -170,7 +174,7 @@ def _sums_of(session: Session, micro: MicroBatch, record: DrawRecord) -> Sums:
         draws = SampleDraws(key, micro.positions, record, work)
     if not (engine.draws_by_sample and device.type == "cpu"):
         draws = noted_draws(record, device, engine.draws_by_sample, draws)
-    with torch.no_grad(), session.snapshot.undone(), preserved_rng(device):
+    with torch.no_grad(), snapshot.undone(), preserved_rng(device):
         states_before = generator_states()
         with draws:
             loss, count, _ = engine.evaluate(engine.task, micro.data)
