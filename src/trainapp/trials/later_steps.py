@@ -106,7 +106,7 @@ def _difference(session: Session, micro: MicroBatch) -> Difference | None:
     # What the calls draw is noted apart: the run's own record stays as it is.
     layouts = {work: dict(of_work) for work, of_work in session.engine.draw_record.layouts.items()}
     record = DrawRecord(layouts)
-    # Nor is the step's snapshot taken anew: a retry returns to where the step began, before its first batch was fetched.
+    # The step's snapshot stays, too: a retry returns to where the step began, before its first batch was fetched.
     snapshot = Snapshot.of(session.state.stateful)
     snapshot.add_written(session.snapshot.written)
     call = functools.partial(_sums_of, session, snapshot=snapshot, record=record)
