@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from trainapp.errors import UserError
-from trainapp.trials import later_steps
+from trainapp.training import limits
 
 CLASS_WEIGHTS = torch.arange(1.0, 11.0)
 FIRST_OF_SECOND_STAGE = 3  # the steps that were made before it
@@ -152,15 +152,15 @@ def test_the_comparison_leaves_no_trace(tmp_path, monkeypatch):
     ends = []
     for name in ("with", "without"):
         if name == "without":
-            monkeypatch.setattr(later_steps, "FIRST_STEP", 10**9)
+            monkeypatch.setattr(limits, "FIRST_LATER_CHECK", 10**9)
         for task in ("dropped", "ByItsState"):
             runs.run(tmp_path / name / task, *staged(task), "train.max_steps=18", "every.eval=null")
             ends.append(runs.end(tmp_path / name / task, 18))
     assert runs.differences(ends[:2], ends[2:]) == []
 
 
-def test_the_steps_of_the_comparison(monkeypatch):
-    assert [step for step in range(1, 5000) if later_steps._is_due(step)] == [16, 64, 256, 1024, 4096]
+def test_the_steps_of_the_comparison():
+    assert [step for step in range(1, 5000) if limits.later_check_is_due(step)] == [16, 64, 256, 1024, 4096]
 
 
 class Augmented(torch.utils.data.Dataset):
@@ -183,7 +183,7 @@ def test_no_sample_is_fetched_again(tmp_path, caplog, monkeypatch):
     own = ("data._target_=test_later_stages.Augmented", "~data.augment", "+model.num_classes=10")
     fetches = []
     for first_step in (16, 10**9):
-        monkeypatch.setattr(later_steps, "FIRST_STEP", first_step)
+        monkeypatch.setattr(limits, "FIRST_LATER_CHECK", first_step)
         Augmented.fetches = 0
         run_of(tmp_path / str(first_step), "summed", *own)
         fetches.append(Augmented.fetches)

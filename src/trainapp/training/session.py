@@ -23,7 +23,7 @@ from trainapp.state.snapshot import Snapshot, State
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import Tracker
 from trainapp.training.engine import Engine, Totals
-from trainapp.training.limits import Limits
+from trainapp.training.limits import Limits, later_check_is_due
 from trainapp.training.phase import Phase, UpdateContext
 
 EvalSets = dict[str, EvalBatches]  # by name; the data's own validation split is ""
@@ -223,7 +223,7 @@ class Session:
             [sizes.fewest_samples for sizes in sizes_by_update],
         )
         micro_batches = self.sizes.train.split_all(self.meter.timed(fetched), self.ranks)
-        if self.later_check is not None:
+        if self.later_check is not None and later_check_is_due(self.engine.context.step_number):
             return self.later_check(self, micro_batches)
         return micro_batches
 

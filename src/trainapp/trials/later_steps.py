@@ -1,8 +1,8 @@
 """The comparison of `loss_check` once more, in a few later steps: the loss may be another one in a later stage of
 training, such as with deferred re-weighting.
 
-In steps 16, 64, 256, and so on, the loss and the count of the first micro-batch are compared with those of its halves:
-three forwards without gradients, which leave no trace. Nothing is refused, as a run is under way: what does not add up
+In steps 16, 64, 256, and so on (`training.limits`), the loss and the count of the first micro-batch are compared with
+those of its halves: three forwards without gradients, which leave no trace. Nothing is refused, as a run is under way: what does not add up
 is said once, and recorded as depending on the micro-batch.
 
 Nothing is compared where a difference would mean little, or is said already: see `_is_comparable`. Nor on several
@@ -33,26 +33,12 @@ from trainapp.trials.messages import warning_of_later_difference
 from trainapp.trials.parts import REPRODUCIBLE
 from trainapp.trials.probe import Sums, generator_states
 
-FIRST_STEP = 16
-FACTOR = 4  # between two such steps: so few that they cost nothing
 FLOATING_POINT_MODES = ("fp32", "tf32", "fp16", "bf16", "bf16_pure")  # others round by the largest of the micro-batch
 COARSE_EPSILON = torch.finfo(torch.bfloat16).eps  # of the rounding in all modes but fp32, at most
 
 
 def with_comparison(session: Session, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-    """Return a step's micro-batches; in the steps of this check, the first one is compared with its halves before."""
-    if not _is_due(session.engine.context.step_number):
-        return micro_batches
-    return _compare_first(session, micro_batches)
-
-
-def _is_due(step: int) -> bool:
-    while step > FIRST_STEP and step % FACTOR == 0:
-        step //= FACTOR
-    return step == FIRST_STEP
-
-
-def _compare_first(session: Session, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    """Return a step's micro-batches, the first of which is compared with its halves before."""
     is_first = True
     for micro in micro_batches:
         if is_first and micro.samples > 1 and _is_comparable(session):
