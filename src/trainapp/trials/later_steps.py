@@ -2,8 +2,8 @@
 training, such as with deferred re-weighting.
 
 In steps 16, 64, 256, and so on (`training.limits`), the loss and the count of the first micro-batch are compared with
-those of its halves: three forwards without gradients, which leave no trace. Nothing is refused, as a run is under way: what does not add up
-is said once, and recorded as depending on the micro-batch.
+those of its halves: three forwards without gradients, which leave no trace. Nothing is refused, as a run is under way:
+what does not add up is said once, and recorded as depending on the micro-batch.
 
 Nothing is compared where a difference would mean little, or is said already: see `_is_comparable`. Nor on several
 ranks, which would have to agree on it; nor where a batch cannot be cut without fetching its samples again, a call
