@@ -28,7 +28,7 @@ UNKNOWN = "not known: {}; the first dimension as long as the batch counts as the
 def checks_of(run_dir, *overrides, resumes=False):
     """The record of a run that is assembled for training."""
     config = runs.configure(run_dir, *overrides)
-    parts = open_resources(config, SingleRank(), resumes=resumes)
+    parts = open_resources(config, SingleRank(), checkpoint=run_dir if resumes else None)
     try:
         outcomes = assemble(config, parts, SingleRank()).checks
     finally:

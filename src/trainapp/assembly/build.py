@@ -27,12 +27,17 @@ from trainapp.training.engine import Engine
 from trainapp.training.limits import Limits
 from trainapp.training.phase import Phase
 from trainapp.training.session import Objective, Session
+from trainapp.trials import later_steps
 
 log = logging.getLogger(__name__)
 
 
 def build(
-    config: Config, stop: StopRequest, ranks: Ranks, memory: DeviceMemory | None = None, resumes: bool = False
+    config: Config,
+    stop: StopRequest,
+    ranks: Ranks,
+    memory: DeviceMemory | None = None,
+    checkpoint: Path | None = None,
 ) -> Session:
     """Return a session without micro-batch sizes that writes nothing yet: see `run.prepare`. Raises UserError for
     parts that do not fit together.
@@ -42,9 +47,9 @@ def build(
         stop: the request to stop.
         ranks: the processes of the run.
         memory: the previous session's memory in this process, with its limit and counters; None builds a new one.
-        resumes: whether the caller restores a checkpoint.
+        checkpoint: the one that the caller restores, if any.
     """
-    resources = open_resources(config, ranks, memory=memory, resumes=resumes)
+    resources = open_resources(config, ranks, memory=memory, checkpoint=checkpoint)
     try:
         return session_of(config, resources, stop, ranks)
     except BaseException:
@@ -99,6 +104,7 @@ def session_of(config: Config, resources: Resources, stop: StopRequest, ranks: R
         filled=assembly.filled,
         checks=assembly.checks,
         initial_weights=assembly.initial_weights,
+        later_check=later_steps.with_comparison,
     )
     if config.train.check_exactness:
         session.exactness_checks_left = (state.first_steps + exactness.STEPS - 1) * len(state.updates)

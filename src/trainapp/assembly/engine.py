@@ -3,6 +3,7 @@
 Used for training on real tensors and for plans on fake ones.
 """
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from trainapp.assembly import updates
 from trainapp.assembly.model import BuiltModel, build_model, load_initial_weights
 from trainapp.assembly.resolved_targets import ResolvedTargets
 from trainapp.assembly.resources import Resources
+from trainapp.checkpoint.checkpointer import filled_for_trials
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import Config
 from trainapp.data.batch import map_tensors
@@ -39,10 +41,9 @@ from trainapp.training.engine import Engine
 from trainapp.training.in_backward import InBackward
 from trainapp.training.session import InitialWeights
 from trainapp.trials import learned_draws, loss_check
-from trainapp.trials.modes import has_all_values, modes_of
+from trainapp.trials.modes import TrialSetup, has_all_values, modes_of
 from trainapp.trials.obstacles import Obstacle, Reason
 from trainapp.trials.samples import FirstSamples
-from trainapp.trials.setup import TrialSetup
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def assemble(
 
     # Before it is compiled or sharded: what its forwards draw, and whether its loss is a sum.
     draws_by_sample = _install_draws(config, device)
-    draw_record, checks = _try_task(config, resources, model, ranks)
+    draw_record, checks = _try_task(config, resources, built, ranks)
 
     # Changes of the modules come before compilation, and compilation before sharding.
     if config.precision.mode in ("int8", "fp8"):
@@ -129,15 +130,16 @@ def _install_draws(config: Config, device: torch.device) -> bool:
 
 
 def _try_task(
-    config: Config, resources: Resources, model: nn.Module, ranks: Ranks
+    config: Config, resources: Resources, built: BuiltModel, ranks: Ranks
 ) -> tuple[DrawRecord, dict[str, str]]:
-    """Try the task of a run that trains with the first samples, before the model is compiled or sharded. Return what
-    its forwards draw; and what was tried, with the outcome in words. Raises UserError for a loss that is not a sum, or
-    that differs when computed in chunks. Collective.
+    """Try the task of a run that trains with the first samples, before the model is compiled or sharded; of a resumed
+    run, in the state of its checkpoint. Return what its forwards draw; and what was tried, with the outcome in words.
+    Raises UserError for a loss that is not a sum, or that differs when computed in chunks. Collective.
     """
     if not config.activity.trains:
         return DrawRecord(), {}
     targets = resources.targets
+    model = built.model
     device = resources.device
     seed = config.train.seed
     batches = resources.batches
@@ -153,7 +155,13 @@ def _try_task(
     )
     draw_record, outcomes = learned_draws.learn_draws(setup, ranks)
     learned_draws.note_draws_of_collate(setup, ranks, draw_record)
-    outcomes |= loss_check.require_sum(setup, ranks, draw_record)
+
+    # A loss may be another one in a later stage of training, as a buffer or a task's state says.
+    in_state_of_checkpoint: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if resources.checkpoint is not None and loss_check.compares_any(setup):
+        in_state_of_checkpoint = filled_for_trials(model, resources.tasks, resources.checkpoint, built.filled)
+    with in_state_of_checkpoint:
+        outcomes |= loss_check.require_sum(setup, ranks, draw_record)
     if config.memory.loss_chunk is not None and targets.knows_loss:
         outcomes["loss in chunks"] = _require_same_forward(config, model, resources)
     return draw_record, outcomes

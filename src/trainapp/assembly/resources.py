@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,21 +42,30 @@ class Resources:
     # Where parameters are initialised; None: on the CPU, then moved (with `parallel.fsdp.meta_init`: on the meta
     # device, then shard by shard).
     initial_device: str | None = None
-    resumes: bool = False  # whether the caller restores a checkpoint
+    checkpoint: Path | None = None  # the one that the caller restores, if any
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the caller restores a checkpoint."""
+        return self.checkpoint is not None
+
+    @property
+    def tasks(self) -> dict[str, Any]:
+        """The tasks, by their names in checkpoints."""
+        tasks = {"task": self.targets.task.unchecked}
+        for name, task in self.targets.updates.items():
+            tasks[f"{name}'s task"] = task.unchecked
+        return tasks
 
     @property
     def owners(self) -> dict[str, Any]:
         """Owners of state other than the model's tensors, by their names in checkpoints."""
-        tasks = {"task": self.targets.task.unchecked}
-        for name, task in self.targets.updates.items():
-            tasks[f"{name}'s task"] = task.unchecked
-
         eval_data = {}
         for name, eval_set in self.eval_sets.items():
             if not eval_set.is_stream:  # an evaluation reads a stream from its start
                 eval_data[name] = eval_set.dataset
         data = _data_by_owner_name(self.batches.source.state_owner, eval_data)
-        return {**tasks, **data}
+        return {**self.tasks, **data}
 
     def close(self) -> None:
         """End the reader processes."""
@@ -69,7 +79,7 @@ def open_resources(
     ranks: Ranks,
     targets: ResolvedTargets | None = None,
     memory: DeviceMemory | None = None,
-    resumes: bool = False,
+    checkpoint: Path | None = None,
 ) -> Resources:
     """Open the data, limit the memory and seed the generators, from which `assemble` draws the parameters. Raises
     UserError for errors in names and arguments, and for settings that do not suit the data.
@@ -78,7 +88,7 @@ def open_resources(
         config: the run's.
         ranks: the processes of the run.
         targets: resolved by an earlier call.
-        memory, resumes: see `build`.
+        memory, checkpoint: see `build`.
     """
     seed_everything(config.train.seed)  # for random numbers in data sets and tasks
     targets = targets or resolve_targets(config)
@@ -107,7 +117,7 @@ def open_resources(
     eval_sets = {}
     for name, data in targets.eval_data.items():
         eval_sets[name] = EvalBatches(data, split=split, **loading)
-    return Resources(targets, device, memory, numerics, batches, eval_sets, resumes=resumes)
+    return Resources(targets, device, memory, numerics, batches, eval_sets, checkpoint=checkpoint)
 
 
 def _train_batches(config: Config, targets: ResolvedTargets, loading: dict[str, Any]) -> TrainBatches:

@@ -202,16 +202,7 @@ def restore_model(model: nn.Module, path: Path, filled: Mapping[str, Any]) -> di
     """
     values = load_values(path)
     sizes = shards.sizes(path)
-    model_state = ModelState(model)
-    model_values = values["model_values"]
-
-    # The model as it was trained.
-    with misfits_named(path):
-        adapters.require_same_base(model, values["base"])
-        tensors = {"model": model_state.tensors(model_values), "buffers": model_state.buffers(sizes)}
-    shards.read(tensors, path, None, hint=changed_sizes(filled, values))
-    with misfits_named(path):
-        model_state.load_values(model_values)
+    _fill_model(model, path, values, filled)
     SampleRows(model).load(values.get("rows_by_rank", ()), SingleRank())
 
     _warn_of_what_is_missing(values)
@@ -227,6 +218,46 @@ def restore_model(model: nn.Module, path: Path, filled: Mapping[str, Any]) -> di
     # The states of other owners: those of rank 0.
     state_dicts.load_stateful(Stateful(model=model), values["stateful"][0])
     return values
+
+
+def _fill_model(model: nn.Module, path: Path, values: Mapping[str, Any], filled: Mapping[str, Any]) -> None:
+    """Fill a model, whole in this process, as it was trained. Arguments: see `restore_model`; values: the checkpoint's
+    plain ones.
+    """
+    model_state = ModelState(model)
+    model_values = values["model_values"]
+    with misfits_named(path):
+        adapters.require_same_base(model, values["base"])
+        tensors = {"model": model_state.tensors(model_values), "buffers": model_state.buffers(shards.sizes(path))}
+    shards.read(tensors, path, None, hint=changed_sizes(filled, dict(values)))
+    with misfits_named(path):
+        model_state.load_values(model_values)
+
+
+@contextlib.contextmanager
+def filled_for_trials(
+    model: nn.Module, tasks: Mapping[str, Any], path: Path, filled: Mapping[str, Any]
+) -> Iterator[None]:
+    """Give a newly built model, whole in this process, and its tasks the state of the checkpoint at `path` inside the
+    block: for trial calls before `restore`, which fills the model's tensors again. The states of other owners are put
+    back, since `restore` may leave some as they were built. Raises UserError as `restore`.
+
+    Args:
+        model: neither compiled nor sharded yet.
+        tasks: by their names in checkpoints.
+        path: the checkpoint.
+        filled: the model's sizes that the data determine, for that error.
+    """
+    values = load_values(path)
+    _fill_model(model, path, values, filled)
+    stateful = Stateful(model=model, **tasks)
+    states_before = {name: owner.copy() for name, owner in stateful.owners.items()}
+    try:
+        state_dicts.load_stateful(stateful, values["stateful"][0])
+        yield
+    finally:
+        for name, state in states_before.items():
+            stateful.owners[name].restore(state)
 
 
 def weights_in(path: Path, model: nn.Module) -> dict[str, torch.Tensor]:

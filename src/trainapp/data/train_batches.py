@@ -83,6 +83,11 @@ class TrainBatches:
         return self._loader.split
 
     @property
+    def has_users_collate(self) -> bool:
+        """Whether the data set collates its samples by a method of its own: nothing is known of such batches."""
+        return self._loader.fetcher.collate is not None
+
+    @property
     def epoch_samples(self) -> int:
         """Samples in an epoch: fewer than `samples` if `drop_last` drops some."""
         dropped = self.samples % self.global_size if self._drop_last else 0

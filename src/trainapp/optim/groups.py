@@ -127,7 +127,8 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 def _groups_by_decay(kind: Any, settings: Optimizer, model: nn.Module, setting: str) -> list[Group]:
     """Return the groups by weight decay; one group for an optimizer without it."""
     parameter = inspect.signature(kind).parameters.get("weight_decay")
-    if parameter is None:
+    is_passed_on = passes_on(kind, "weight_decay") and settings.weight_decay is not None
+    if parameter is None and not is_passed_on:
         if settings.weight_decay:
             raise UserError(
                 f"{setting}.weight_decay={settings.weight_decay}: {settings.target} has no weight decay; use "
@@ -137,13 +138,24 @@ def _groups_by_decay(kind: Any, settings: Optimizer, model: nn.Module, setting: 
         return [{"params": trained}]
 
     # Divided by the optimizer's class, if it can, or as `parameter_groups` says.
-    weight_decay = parameter.default if settings.weight_decay is None else settings.weight_decay
+    weight_decay: Any = settings.weight_decay
+    if weight_decay is None and parameter is not None:
+        weight_decay = parameter.default
     make_groups = getattr(kind, "parameter_groups", parameter_groups)
     groups: list[Group] = make_groups(model, weight_decay)
     if settings.decay == "all":
         for group in groups:
             group["weight_decay"] = weight_decay
     return groups
+
+
+def passes_on(kind: Any, argument: str) -> bool:
+    """Return whether an optimizer's class may pass an argument on that it does not name: it takes any keywords, as SAM
+    does for its base optimizer.
+    """
+    parameters = inspect.signature(kind).parameters
+    takes_keywords = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return takes_keywords and argument not in parameters
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[Group]:

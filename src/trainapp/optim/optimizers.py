@@ -3,8 +3,11 @@
 The optimizer's parameter groups are in `groups`.
 """
 
+import copy
 import functools
 import inspect
+import traceback
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +18,7 @@ from trainapp.config import targets
 from trainapp.config.schema import Optimizer
 from trainapp.errors import UserError
 from trainapp.optim.emulated_kernels import install_for
-from trainapp.optim.groups import build_groups, options_of
+from trainapp.optim.groups import build_groups, options_of, passes_on
 from trainapp.optim.muon import Muon
 from trainapp.optim.on_host import HostCopies
 from trainapp.torch_private import step_optimizer
@@ -24,6 +27,13 @@ from trainapp.units import listed
 _FUSED_DEVICES = ("cuda", "cpu", "mps")
 # Options that are not per group: torch chooses one kernel for all groups; the others affect how it is called.
 _NOT_PER_GROUP = ("fused", "foreach", "capturable", "differentiable")
+
+_REQUIRES_CLOSURE = (
+    "its step requires a closure, which evaluates the loss again, several times per step; here a step's gradients are "
+    "accumulated over micro-batches once, and then applied; use an optimizer without a closure, such as "
+    "torch.optim.AdamW, or minimise the loss over all data outside of trainapp, as with "
+    "scipy.optimize.minimize(method='L-BFGS-B'); for SAM see docs/porting.md"
+)
 
 
 def build_optimizer(
@@ -103,12 +113,7 @@ def _require_suited(kind: Any, model: nn.Module, setting: str) -> None:
     if hasattr(kind, "step"):
         closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
-        raise UserError(
-            f"{setting}: its step requires a closure, which evaluates the loss again, several times per step; here a "
-            "step's gradients are accumulated over micro-batches once, and then applied; use an optimizer without a "
-            "closure, such as torch.optim.AdamW, or minimise the loss over all data outside of trainapp, as with "
-            "scipy.optimize.minimize(method='L-BFGS-B')"
-        )
+        raise UserError(f"{setting}: {_REQUIRES_CLOSURE}")
     if inspect.isclass(kind) and issubclass(kind, torch.optim.SparseAdam):
         raise UserError(
             f"{setting}: takes sparse gradients only, but here all gradients are dense, those of embeddings too; use "
@@ -142,7 +147,8 @@ def _build(
     provided: dict[str, Any] = {"params": groups}
     if settings.lr is not None:
         provided["lr"] = settings.lr
-    optimizer = targets.construct(kind, settings.arguments | kernel, setting, user_packages, provided)
+    arguments = settings.arguments | kernel | _arguments_passed_on(kind, settings)
+    optimizer = targets.construct(kind, arguments, setting, user_packages, provided)
     _require_known_options(settings, optimizer, setting)
 
     # Rates by layer.
@@ -158,6 +164,12 @@ def _build(
     if copies is not None:
         copies.attach(optimizer)
     return optimizer
+
+
+def _arguments_passed_on(kind: Any, settings: Optimizer) -> dict[str, Any]:
+    """Return rate and weight decay, if they are set, for a class that passes them on to another optimizer."""
+    values = {"lr": settings.lr, "weight_decay": settings.weight_decay}
+    return {name: value for name, value in values.items() if value is not None and passes_on(kind, name)}
 
 
 def _require_known_options(settings: Optimizer, optimizer: torch.optim.Optimizer, setting: str) -> None:
@@ -239,7 +251,9 @@ def step_without_effect(optimizer: torch.optim.Optimizer) -> None:
 
     Leaves the optimizer's state allocated, ready to load a checkpoint into.
     """
-    # With zero gradients, rate and decay, torch's optimizers change nothing but their state.
+    # With zero gradients, rate and decay, torch's optimizers change nothing but their state. One of the user's may
+    # count its steps in an attribute, which no state dict has.
+    attributes_before = _plain_attributes(optimizer)
     groups_before = [dict(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         for name in ("lr", "weight_decay"):
@@ -250,7 +264,10 @@ def step_without_effect(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
-    # Restore the options; the step does not count.
+    # Restore the options and attributes; the step does not count.
+    for name in _plain_attributes(optimizer).keys() - attributes_before.keys():
+        delattr(optimizer, name)
+    vars(optimizer).update(attributes_before)
     for group, group_before in zip(optimizer.param_groups, groups_before, strict=True):
         group.update(group_before)
     for state in optimizer.state.values():
@@ -259,6 +276,41 @@ def step_without_effect(optimizer: torch.optim.Optimizer) -> None:
                 state["step"].zero_()
             else:
                 state["step"] = 0
+
+
+def _plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return copies of the attributes that are numbers, strings or containers of these: no state, no groups."""
+    copies = {}
+    for name, value in vars(optimizer).items():
+        if name not in ("state", "param_groups", "defaults") and _is_plain(value):
+            copies[name] = copy.deepcopy(value)
+    return copies
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value.keys(), *value.values())))
+    if isinstance(value, (list, tuple, set, deque)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, complex, str))
+
+
+# --- a step that fails for want of a closure
+
+
+def require_no_closure(optimizer: torch.optim.Optimizer, error: Exception, setting: str) -> None:
+    """Raise UserError if a step has failed because it had no closure: by its error's message, or the line that raised
+    it, as of a bare `assert closure is not None`.
+
+    Args:
+        optimizer: whose step has failed.
+        error: what it has raised.
+        setting: name of the optimizer's settings, for the message.
+    """
+    lines = [str(frame.line) for frame in traceback.extract_tb(error.__traceback__)[-1:]]
+    if any("closure" in text for text in (str(error), *lines)):
+        kind = type(optimizer)
+        raise UserError(f"{setting}._target_={kind.__module__}.{kind.__qualname__}: {_REQUIRES_CLOSURE}") from error
 
 
 # --- one parameter at a time, as soon as its gradient is complete: LOMO's method (arXiv:2306.09782), for any optimizer

@@ -61,7 +61,7 @@ def prepare(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Session:
         config = with_checkpointing_modes(config, ranks)
 
     # The live objects, in the checkpoint's state.
-    session = build.build(config, stop, ranks, start.memory, resumes=checkpoint is not None)
+    session = build.build(config, stop, ranks, start.memory, checkpoint)
     session.snapshot.add_written(start.written)
     saved = None
     if checkpoint is not None:

@@ -23,6 +23,7 @@ from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.losses.losses import Metrics, MetricSum, Task, can_be_chunked, evaluate_metrics
 from trainapp.models.inspect import checked_gradients
+from trainapp.optim.optimizers import require_no_closure
 from trainapp.optim.precision import NonFiniteCheck, Number, gradient_norm, scale_gradients
 from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.parallel.strategy import Strategy, requires_grad_only
@@ -393,7 +394,12 @@ class Engine:
         self._commit_has_begun = True  # until `finish_update`
         if applied:
             with self.at(Phase.COMMIT), checked:
-                applied = update.precision.step(update.optimizer)
+                try:
+                    applied = update.precision.step(update.optimizer)
+                except (AssertionError, TypeError) as error:
+                    setting = f"updates.{update.number}.optimizer" if update.name else "optimizer"
+                    require_no_closure(update.optimizer, error, setting)
+                    raise
                 if not applied and progress.step == 0 and progress.skipped == 0:
                     update.precision.lower_first_scale(float(totals.count) / self.context.samples)
                 self.nonfinite.record_outcome(applied, progress.step, update=update.name)

@@ -34,6 +34,17 @@ class Interval(NamedTuple):
         return epoch_has_ended or (self.steps > 0 and progress.step % self.steps == 0)
 
 
+FIRST_LATER_CHECK = 16  # the first step in which the loss is compared again, see `trials.later_steps`
+LATER_CHECK_FACTOR = 4  # between two such steps: so few that they cost nothing
+
+
+def later_check_is_due(step: int) -> bool:
+    """Return whether the loss is compared again in this step."""
+    while step > FIRST_LATER_CHECK and step % LATER_CHECK_FACTOR == 0:
+        step //= LATER_CHECK_FACTOR
+    return step == FIRST_LATER_CHECK
+
+
 @dataclass
 class Limits:
     """The run's length, and the intervals at which it logs (in steps), evaluates and saves."""

@@ -1,6 +1,6 @@
 """The `Session`: the live objects of one process."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from trainapp.state.snapshot import Snapshot, State
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import Tracker
 from trainapp.training.engine import Engine, Totals
-from trainapp.training.limits import Limits
+from trainapp.training.limits import Limits, later_check_is_due
 from trainapp.training.phase import Phase, UpdateContext
 
 EvalSets = dict[str, EvalBatches]  # by name; the data's own validation split is ""
@@ -131,6 +131,8 @@ class Session:
     topics_of_trials: frozenset[str] = frozenset()  # of what depends on the micro-batch, known before the first step
     compared_names: set[str] = field(default_factory=set)  # of state that forwards write: compared between ranks
     evaluated_sets: set[str] = field(default_factory=set)  # names of sets of which two micro-batches were evaluated
+    # Follows a step's micro-batches: `trials.later_steps`, which belongs to a room above this one.
+    later_check: Callable[["Session", Iterator[MicroBatch]], Iterator[MicroBatch]] | None = None
     exactness_checks_left: int = 0  # updates that `train.check_exactness` has yet to compare
     sizes: Sizes = field(init=False)  # micro-batch sizes; chosen after a checkpoint is read
 
@@ -220,7 +222,10 @@ class Session:
             self.state.cadences,
             [sizes.fewest_samples for sizes in sizes_by_update],
         )
-        return self.sizes.train.split_all(self.meter.timed(fetched), self.ranks)
+        micro_batches = self.sizes.train.split_all(self.meter.timed(fetched), self.ranks)
+        if self.later_check is not None and later_check_is_due(self.engine.context.step_number):
+            return self.later_check(self, micro_batches)
+        return micro_batches
 
     @property
     def eval_ranks(self) -> Ranks:

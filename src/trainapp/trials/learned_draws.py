@@ -24,12 +24,11 @@ from trainapp.losses import contrastive
 from trainapp.losses.losses import Metrics, has_embeddings, needs_no_check, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
 from trainapp.trials.comparison import SplitValues
-from trainapp.trials.modes import NO_CHECK_NEEDED, OF_CHECKPOINT, Mode, has_all_values
+from trainapp.trials.modes import NO_CHECK_NEEDED, OF_CHECKPOINT, Mode, TrialSetup, has_all_values
 from trainapp.trials.obstacles import Obstacle, Reason
 from trainapp.trials.precisions import first_working_result, note_traces, precisions_to_try
 from trainapp.trials.probe import TaskProbe
 from trainapp.trials.samples import Samples
-from trainapp.trials.setup import TrialSetup
 from trainapp.units import listed
 
 # By how much the loss may deviate from that of its halves, relative, if rows are read right. Rounding is far below it:

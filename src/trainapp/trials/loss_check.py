@@ -3,8 +3,9 @@
 A mean would be divided by the count again, making gradients that many times too small; a loss that compares the samples
 of its batch depends on the micro-batch. Neither shows in a curve.
 
-When: once, whenever a run's model is built, before it is compiled or sharded and before the first step. On every rank,
-each with its own samples.
+When: once, whenever a run's model is built, before it is compiled or sharded and before the first step; of a resumed
+run, in the state of its checkpoint, since a loss may change with the stage of training. On every rank, each with its
+own samples.
 
 What is called: the task of evaluations and those of the updates, each in the modes in which a run calls it
 (`trials.modes`), with the first four samples of training (`trials.samples`). A stream's are read once, and kept for
@@ -40,13 +41,12 @@ from trainapp.losses.losses import has_embeddings, needs_no_check, needs_whole_b
 from trainapp.parallel.ranks import Ranks
 from trainapp.trials.gradients import GradientFinding, compare_gradients
 from trainapp.trials.messages import AddsUp, DependsOnSplit, Finding, Refused
-from trainapp.trials.modes import NO_CHECK_NEEDED, Mode, has_all_values
+from trainapp.trials.modes import NO_CHECK_NEEDED, Mode, TrialSetup, has_all_values
 from trainapp.trials.obstacles import Obstacle, Reason
 from trainapp.trials.parts import ModeCalls, TaskFindings, compare_with_parts, draws_alike
 from trainapp.trials.precisions import FP64, first_working_result, note_traces, precisions_to_try
 from trainapp.trials.probe import TaskProbe
 from trainapp.trials.samples import Samples
-from trainapp.trials.setup import TrialSetup
 
 log = logging.getLogger(__name__)
 # Standard deviation of what is added to the parameters of copies. Initial weights are about as large: layers that begin
@@ -125,6 +125,14 @@ def require_sum(setup: TrialSetup, ranks: Ranks, draw_record: DrawRecord) -> dic
     if setup.device.type == "cuda":
         torch.cuda.empty_cache()
     return texts
+
+
+def compares_any(setup: TrialSetup) -> bool:
+    """Return whether `require_sum` compares any mode, the same on all ranks."""
+    for mode in setup.modes:
+        if not needs_no_check(mode.task, setup.model) and _reason_to_skip(setup, mode) is None:
+            return True
+    return False
 
 
 def _reason_to_skip(setup: TrialSetup, mode: Mode) -> Reason | None:

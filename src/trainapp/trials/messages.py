@@ -202,6 +202,25 @@ def warning_of_difference(difference: Difference, samples: Samples, mode: Mode) 
     )
 
 
+def warning_of_later_difference(difference: Difference, setting: str, step: int, number: int) -> str:
+    """Return the message about a loss that was a sum in the check before the first step, and is none in a later step.
+
+    Args:
+        difference: between a micro-batch and its halves.
+        setting: which names the task.
+        step: the number of the step.
+        number: of the micro-batch's samples.
+    """
+    whole, first, second = difference.values
+    return (
+        f"{setting}: from step {step} at the latest, the {difference.name} is no sum over samples: for a micro-batch "
+        f"of {number} samples it is {whole:.9g}, and for its halves {first:.9g} and {second:.9g}. So the result "
+        "depends on the micro-batch, which the check before the first step did not show. If samples are weighted from "
+        "some step on, the count is the sum of their weights; a loss that compares the samples of its batch declares "
+        "`whole_batch = True` (docs/extending.md)"
+    )
+
+
 def _split_numbers(values: SplitValues, samples: Samples) -> str:
     verb = "padded" if samples.as_trained.is_padded else "collated"
     whole_text = f"for {samples.number} samples {verb} together it is {values.whole:.9g}"

@@ -1,14 +1,21 @@
-"""The modes in which a run calls its tasks: in evaluation, and in training for each update."""
+"""What the trials of a run are made with: the modes in which it calls its tasks (in evaluation, and in training for
+each update), and with which samples.
+"""
 
+import contextlib
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
+from trainapp.config.schema import Train
 from trainapp.draws.record import EVALUATION
 from trainapp.losses.losses import CheckedTask
 from trainapp.torch_private import has_values
 from trainapp.training.engine import training_draws
+from trainapp.trials.samples import FirstSamples
 
 NO_CHECK_NEEDED = "no check needed, since task and model are trainapp's own"
 
@@ -57,3 +64,17 @@ def modes_of(task: CheckedTask, updates: Mapping[str, CheckedTask]) -> list[Mode
 def has_all_values(model: nn.Module) -> bool:
     """Return whether the model can be called: with `parallel.fsdp.meta_init`, parameters have no values yet."""
     return all(map(has_values, model.parameters()))
+
+
+@dataclass(frozen=True)
+class TrialSetup:
+    """The model, its tasks and the samples that they are called with."""
+
+    settings: Train  # the seed; whether the loss is checked; whose the draws are
+    model: nn.Module  # neither compiled nor sharded yet
+    modes: list[Mode]  # the tasks, and how each is called
+    samples: FirstSamples
+    device: torch.device  # of the calls
+    autocast: contextlib.AbstractContextManager[Any]  # of forward and loss in training
+    metric_names: frozenset[str]  # of the metrics in `metrics`, whose values are objects rather than numbers
+    resumes: bool  # whether a checkpoint is restored after the trials

@@ -1,6 +1,6 @@
 """Operations of a trial call: watched, or computed with other rounding."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,13 @@ from trainapp.state.stateful import is_expanded
 from trainapp.torch_private import DispatchMode, draws_numbers, storage_id
 
 _ROUNDED_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})  # torch multiplies no fp8
+
+
+class Summands(NamedTuple):
+    """What was added up to a sum."""
+
+    number: int = 0  # of elements; 0 if unknown
+    are_integers: bool = False  # whether they are booleans or integers, or were cast from them: they have no weights
 
 
 class Observer(DispatchMode):
@@ -24,9 +31,10 @@ class Observer(DispatchMode):
         self.epsilon_of_arrays = 0.0  # the same of results with several elements: a solver's step size is a scalar
         self.epsilon_of_loss = 0.0  # `epsilon` before the metrics were computed
         self.writes: list[str] = []  # what the call has changed of the model's or the task's state
-        self.summands_of_metrics: dict[str, int] = {}  # by name; 0 if unknown
-        # Sums, with the number of their summands, by id: tensors, so that no other one gets the id.
-        self._sums: dict[int, tuple[Tensor, int]] = {}
+        self.summands_of_metrics: dict[str, Summands] = {}  # by name
+        # Sums and their summands, and casts of integers, by id: with the tensors, so that no other one gets the id.
+        self._sums: dict[int, tuple[Tensor, Summands]] = {}
+        self._casts_of_integers: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -38,19 +46,31 @@ class Observer(DispatchMode):
                 if tensor.numel() > 1:
                     self.epsilon_of_arrays = max(self.epsilon_of_arrays, epsilon)
 
-        # Remember sums, and casts of sums, with the number of their summands.
         if isinstance(result, Tensor) and args and isinstance(args[0], Tensor):
-            summed = args[0]
-            is_sum = func.overloadpacket is torch.ops.aten.sum
-            is_cast = result.ndim == summed.ndim == 0
-            if is_sum or is_cast:
-                self._sums[id(result)] = (result, self.summands_of(summed) or summed.numel())
+            self._record_sum(func, args[0], result)
         return result
 
-    def summands_of(self, tensor: Tensor) -> int:
-        """Return the number of elements that were added up to this sum; 0 if it is none, or not seen."""
-        _, number = self._sums.get(id(tensor), (None, 0))
-        return number
+    def _record_sum(self, func: Any, argument: Tensor, result: Tensor) -> None:
+        """Record what a sum adds up, also where the sum is cast, and casts of integers, such as of `equal.float()`."""
+        is_sum = func.overloadpacket is torch.ops.aten.sum
+        is_cast_of_sum = result.ndim == argument.ndim == 0
+        if is_sum or is_cast_of_sum:
+            summands = self.summands_of(argument)
+            if not summands.number:
+                summands = Summands(argument.numel(), self._has_integers(argument))
+            self._sums[id(result)] = (result, summands)
+        elif func.overloadpacket is torch.ops.aten._to_copy and self._has_integers(argument):
+            self._casts_of_integers[id(result)] = result
+
+    def _has_integers(self, tensor: Tensor) -> bool:
+        """Return whether the elements are booleans or integers, or were cast from them."""
+        is_inexact = tensor.is_floating_point() or tensor.is_complex()
+        return not is_inexact or id(tensor) in self._casts_of_integers
+
+    def summands_of(self, tensor: Tensor) -> Summands:
+        """Return the elements that were added up to this sum; none if it is no sum, or was not seen."""
+        _, summands = self._sums.get(id(tensor), (None, Summands()))
+        return summands
 
 
 class RandomRounding(DispatchMode):

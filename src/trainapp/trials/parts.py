@@ -29,7 +29,7 @@ from trainapp.trials.comparison import MAX_FP64_EPSILON, MAX_FP64_ROUNDING, Comp
 from trainapp.trials.messages import AddsUp, DependsOnSplit, Finding, Inexactness, IsNoMean, Refused
 from trainapp.trials.modes import Mode
 from trainapp.trials.obstacles import Obstacle, Reason
-from trainapp.trials.operations import Observer, RandomRounding
+from trainapp.trials.operations import Observer, RandomRounding, Summands
 from trainapp.trials.probe import Sums, TaskProbe
 from trainapp.trials.samples import HalvedBatch, TrialBatch, UnequalParts
 from trainapp.units import listed, plural
@@ -359,21 +359,34 @@ def _obstacle(call: ModeCalls, results: Iterable[Sums], repeated: Sums, observer
 
 
 def _divided_metrics(call: ModeCalls, halves: SplitResults) -> str:
-    """Return the warning about metrics that sum one value per sample, while the count is of something else, such as
-    tokens; "" if there are none. They add up all the same, so that no comparison of sums shows it.
+    """Return the warning about metrics that sum one value per sample, while the count is of something else: tokens, or
+    weights; "" if there are none. They add up all the same, so that no comparison of sums shows it.
     """
-    # Two batches, as the number of summands may be that of one batch's samples by chance.
-    names = set(halves.whole.metrics)
     samples = call.probe.samples
-    for batch, sums in ((samples.whole, halves.whole), (samples.first_half, halves.first)):
-        number = len(batch.positions)
-        count = sums.divisor
-        may_count_tokens = count > number and count.is_integer()  # others are sums of weights
-        if not names or not may_count_tokens or is_built_in(call.mode.task):
-            return ""
+    names = set(halves.whole.metrics)
+    if not all(math.isfinite(sums.divisor) for sums in halves):
+        return ""
+    has_weights = any(not _is_integer(sums.divisor) for sums in halves)
+    is_of_samples = halves.whole.divisor <= samples.number  # of those that are not ignored, say
+    if not names or (is_of_samples and not has_weights) or is_built_in(call.mode.task):
+        return ""
+
+    # Two batches, as the number of summands may be that of one batch's samples by chance.
+    for batch in (samples.whole, samples.first_half):
         observer = Observer()
         call(batch, observer)
-        names = {name for name in names if observer.summands_of_metrics.get(name) == number}
-    if not names:
-        return ""
+        per_sample = set()
+        for name in names:
+            summands = observer.summands_of_metrics.get(name, Summands())
+            may_have_weights = has_weights and not summands.are_integers  # those by whose sum it is divided
+            if summands.number == len(batch.positions) and not may_have_weights:
+                per_sample.add(name)
+        names = per_sample
+        if not names:
+            return ""
     return messages.warning_of_divided_metrics(sorted(names), halves.whole.divisor, samples, call.mode)
+
+
+def _is_integer(count: float) -> bool:
+    """Return whether a count is a whole number, up to fp32's rounding."""
+    return math.isclose(count, round(count), rel_tol=REPRODUCIBLE)

@@ -21,9 +21,9 @@ from trainapp.losses.losses import CheckedTask
 from trainapp.memory.cpu import uncompiled
 from trainapp.state.stateful import Stateful, held_tensors
 from trainapp.training.dependence import iterators_text
+from trainapp.trials.modes import TrialSetup
 from trainapp.trials.probe import Compute, ProbeInputs, TaskProbe, is_small, lacks_gradients
 from trainapp.trials.samples import Samples
-from trainapp.trials.setup import TrialSetup
 from trainapp.units import listed
 
 FP64 = "fp64"  # the precision of copies

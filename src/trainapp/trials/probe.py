@@ -10,7 +10,7 @@ import contextlib
 import functools
 import pickle
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from trainapp.models.inspect import evaluation_mode
 from trainapp.rng import preserved_rng, seed_from
 from trainapp.state.contents import Contents
 from trainapp.state.snapshot import Snapshot
-from trainapp.state.stateful import Stateful, held_tensors
+from trainapp.state.stateful import Owner, Stateful, held_tensors
 from trainapp.torch_private import BatchNorm, strided_parts
 from trainapp.trials.operations import Observer, RandomRounding
 from trainapp.trials.samples import Samples, TrialBatch
@@ -175,12 +175,7 @@ class TaskProbe:
 
     def _generator_states(self) -> bytes:
         """Return the states of Python's and NumPy's generators: torch's are tensors."""
-        states: list[Any] = [random.getstate(), np.random.get_state()]
-        for owner in self._generators:
-            state = owner.copy()
-            if not isinstance(state, Tensor):
-                states.append(state)
-        return pickle.dumps(states)
+        return generator_states(self._generators)
 
     def _sums_of(
         self, metrics: Mapping[str, Any], dispatch_mode: Observer | RandomRounding | None
@@ -200,6 +195,16 @@ class TaskProbe:
             return sums, ""
         except Exception as error:
             return {}, summary_of(error)
+
+
+def generator_states(generators: Iterable[Owner] = ()) -> bytes:
+    """Return the states of Python's and NumPy's global generators, and of these others where they are no tensors."""
+    states: list[Any] = [random.getstate(), np.random.get_state()]
+    for owner in generators:
+        state = owner.copy()
+        if not isinstance(state, Tensor):
+            states.append(state)
+    return pickle.dumps(states)
 
 
 @contextlib.contextmanager

@@ -32,6 +32,8 @@ from trainapp.training.phase import Phase
 from trainapp.training.session import Evaluation, Session
 from trainapp.units import listed
 
+ACCURACY = "accuracy"  # the metric that is at most 1, however it is computed
+
 
 @torch.no_grad()
 def evaluate(session: Session) -> None:
@@ -129,6 +131,8 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str,
     session.metrics.reset()
     if totals.count == 0:
         _warn_nothing_counts(session, name)
+    if values.get(ACCURACY, 0.0) > 1:
+        _warn_of_accuracy_above_1(session, name, totals, values[ACCURACY])
     return values
 
 
@@ -281,6 +285,26 @@ def _warn_nothing_counts(session: Session, name: str) -> None:
         "set, so the loss is nan",
         topic=f"nothing counts in evaluation {name}",
     )
+
+
+def _warn_of_accuracy_above_1(session: Session, name: str, totals: Totals, accuracy: float) -> None:
+    """Warn once if an accuracy counts right samples, but is divided by less than their number; not of percentages.
+
+    Args:
+        session: the live objects.
+        name: the set's name.
+        totals: of the set; metrics are this rank's.
+        accuracy: of all ranks.
+    """
+    metric_sum, divisor = map(float, totals.metrics.get(ACCURACY, (0, 0)))
+    if divisor < metric_sum <= totals.samples:
+        session.tracker.warn_once(
+            f"evaluation at step {session.state.progress.step}: the {logged_name(name, ACCURACY)} is {accuracy:.4g}: "
+            f"{metric_sum:g} of {totals.samples} samples, divided by a count of {divisor:g}. If the count is a sum of "
+            "weights, return a tuple of the number of right samples and its own count, such as (right.sum(), "
+            "len(right))",
+            topic=f"accuracy above 1 in evaluation {name}",
+        )
 
 
 # --- what forwards in evaluation write

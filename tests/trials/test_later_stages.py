@@ -1,0 +1,191 @@
+"""A loss that changes with the stage of training: the check of a resumed run sees the stage of its checkpoint."""
+
+import pytest
+import runs
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from trainapp.errors import UserError
+from trainapp.training import limits
+
+CLASS_WEIGHTS = torch.arange(1.0, 11.0)
+FIRST_OF_SECOND_STAGE = 3  # the steps that were made before it
+
+
+class Staged(nn.Module):
+    """Its buffer holds the number of steps, as a callback writes it."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.layer = nn.Linear(64, num_classes)
+        self.register_buffer("step", torch.zeros((), dtype=torch.long))
+
+    def forward(self, inputs):
+        return self.layer(inputs.flatten(1))
+
+
+class Count:
+    def after_step(self, view):
+        view.model.step.fill_(view.step)
+
+
+def reweighted(model, batch):
+    """Deferred re-weighting: a weighted mean times the number of samples, which is no sum."""
+    logits = model(batch["inputs"])
+    targets = batch["targets"]
+    weights = None
+    if model.step >= FIRST_OF_SECOND_STAGE:
+        weights = CLASS_WEIGHTS.to(logits.dtype)
+    return F.cross_entropy(logits, targets, weight=weights) * len(targets), len(targets), {}
+
+
+class ByItsState:
+    """The same for a stage in the state of the task. `loaded` has the stages that `load_state_dict` was given."""
+
+    def __init__(self):
+        self.calls = 0
+        self.loaded = []
+
+    def __call__(self, model, batch):
+        if model.training:
+            self.calls += 1
+        logits = model(batch["inputs"])
+        return F.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {}
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+        self.loaded.append(self.calls)
+
+
+def staged(task):
+    own = (*runs.own_model("test_later_stages.Staged"), "data=digits", f"task=test_later_stages.{task}")
+    settings = ("train.max_steps=6", "train.max_epochs=null", "user_packages=[test_later_stages]")
+    return (*own, *settings, "+callbacks.count={_target_: test_later_stages.Count}")
+
+
+def test_a_resume_in_a_stage_whose_loss_is_no_sum_is_refused(tmp_path):
+    runs.run_until(tmp_path, 4, *staged("reweighted"))
+    with pytest.raises(UserError, match=r"reweighted: the loss is not a sum over samples"):
+        runs.prepare(tmp_path, *staged("reweighted"))
+
+
+def test_a_resume_in_the_stage_before_it_is_not(tmp_path):
+    runs.run_until(tmp_path, 2, *staged("reweighted"))
+    session = runs.prepare(tmp_path, *staged("reweighted"))
+    assert session.checks["loss in training"].startswith("adds up over 4 samples")
+    session.close()
+
+
+def test_the_check_changes_nothing_of_a_resumed_run(tmp_path):
+    whole, parts = runs.resumed(tmp_path, 3, *staged("ByItsState"))
+    assert runs.differences(whole, parts) == []
+
+
+# --- during a run
+
+
+def run_of(tmp_path, task, *overrides):
+    own = (*staged(task), "train.max_steps=18", "every.eval=null", "checkpointing.save=false", *overrides)
+    return runs.run(tmp_path, *own)
+
+
+def warnings_of(caplog):
+    texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    return [text for text in texts if "no sum over samples" in text]
+
+
+@pytest.mark.parametrize("size", [16, 5])
+def test_a_loss_that_is_no_sum_from_some_step_on_is_named(tmp_path, caplog, size):
+    result = run_of(tmp_path, "reweighted", f"batch.micro_size={size}")
+    (text,) = warnings_of(caplog)
+    assert text.startswith("task=test_later_stages.reweighted: from step 16 at the latest, the loss is no sum over")
+    assert f"for a micro-batch of {size} samples it is " in text
+    assert text in result.depends_on_micro_batch
+
+
+def summed(model, batch):
+    """Deferred re-weighting as a sum: its count is the sum of the weights."""
+    logits = model(batch["inputs"])
+    targets = batch["targets"]
+    weights = torch.ones_like(CLASS_WEIGHTS)
+    if model.step >= FIRST_OF_SECOND_STAGE:
+        weights = CLASS_WEIGHTS
+    loss = F.cross_entropy(logits, targets, weight=weights.to(logits.dtype), reduction="sum")
+    return loss, weights[targets].sum(), {}
+
+
+def noisy(model, batch):
+    """Draws of samples from some step on: the comparison says nothing of a draw that was not learnt."""
+    inputs = batch["inputs"]
+    if model.step >= FIRST_OF_SECOND_STAGE:
+        inputs = inputs + torch.randn(3, len(inputs), *inputs.shape[1:]).mean(0)
+    return F.cross_entropy(model(inputs), batch["targets"], reduction="sum"), len(inputs), {}
+
+
+def dropped(model, batch):
+    """Draws of samples from the first step on."""
+    logits = F.dropout(model(batch["inputs"]), 0.5, model.training)
+    return F.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {}
+
+
+class Whole:
+    whole_batch = True
+
+    def __call__(self, model, batch):
+        return reweighted(model, batch)
+
+
+@pytest.mark.parametrize("draws", ["per_sample", "device"])
+@pytest.mark.parametrize("task", ["summed", "noisy", "dropped", "Whole", "ByItsState"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_other_losses_are_not(tmp_path, caplog, task, draws, precision):
+    run_of(tmp_path, task, f"train.draws={draws}", f"precision={precision}")
+    assert warnings_of(caplog) == []
+
+
+def test_the_comparison_leaves_no_trace(tmp_path, monkeypatch):
+    """Neither in the weights, nor in the draws, nor in a task's state."""
+    ends = []
+    for name in ("with", "without"):
+        if name == "without":
+            monkeypatch.setattr(limits, "FIRST_LATER_CHECK", 10**9)
+        for task in ("dropped", "ByItsState"):
+            runs.run(tmp_path / name / task, *staged(task), "train.max_steps=18", "every.eval=null")
+            ends.append(runs.end(tmp_path / name / task, 18))
+    assert runs.differences(ends[:2], ends[2:]) == []
+
+
+def test_the_steps_of_the_comparison():
+    assert [step for step in range(1, 5000) if limits.later_check_is_due(step)] == [16, 64, 256, 1024, 4096]
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Other samples in each fetch, as of a generator in an attribute; counts the fetches."""
+
+    fetches = 0
+
+    def __init__(self, split):
+        self.generator = torch.Generator().manual_seed(len(split))
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        type(self).fetches += 1
+        return {"inputs": torch.randn(1, 8, 8, generator=self.generator), "targets": index % 10}
+
+
+def test_no_sample_is_fetched_again(tmp_path, caplog, monkeypatch):
+    own = ("data._target_=test_later_stages.Augmented", "~data.augment", "+model.num_classes=10")
+    fetches = []
+    for first_step in (16, 10**9):
+        monkeypatch.setattr(limits, "FIRST_LATER_CHECK", first_step)
+        Augmented.fetches = 0
+        run_of(tmp_path / str(first_step), "summed", *own)
+        fetches.append(Augmented.fetches)
+    assert fetches[0] == fetches[1] > 16 * 16
+    assert warnings_of(caplog) == []
