@@ -500,6 +500,26 @@ def test_a_worker_can_forget_that_it_is_one():
     assert [tuple(map(bool, found)) for found in loader] == [(True, False), (False, False)]
 
 
+# --- hooks on the gradients of parameters
+
+
+def test_a_copy_gets_the_hooks_of_its_original():
+    original = nn.Parameter(torch.ones(2))
+    assert not private.has_accumulation_hooks(original)
+    seen = []
+    original.register_hook(lambda gradient: 2 * gradient)
+    original.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter))
+    copied, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)
+    private.copy_gradient_hooks(original, copied)
+    private.copy_gradient_hooks(original, frozen)
+    copied.sum().backward()
+    assert copied.grad.tolist() == [2, 2]
+    assert len(seen) == 1
+    assert seen[0] is copied
+    assert private.has_accumulation_hooks(original)
+    assert not private.has_accumulation_hooks(frozen)
+
+
 # --- CUDA
 
 

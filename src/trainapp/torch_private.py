@@ -114,6 +114,24 @@ class ForwardModuleTracker(ModuleTracker):
             self._hooks.append(register_multi_grad_hook(tensors, function, mode="any"))
 
 
+# --- hooks on the gradients of parameters
+
+
+def has_accumulation_hooks(parameter: Tensor) -> bool:
+    """Return whether hooks of `register_post_accumulate_grad_hook` are on the parameter."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
+def copy_gradient_hooks(original: Tensor, copy: Tensor) -> None:
+    """Give the copy of a parameter its hooks, which `copy.deepcopy` leaves out. One that is frozen takes none."""
+    if not copy.requires_grad:
+        return
+    for hook in (original._backward_hooks or {}).values():
+        copy.register_hook(hook)
+    for hook in (original._post_accumulate_grad_hooks or {}).values():
+        copy.register_post_accumulate_grad_hook(hook)
+
+
 # --- the compiler
 
 

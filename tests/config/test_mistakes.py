@@ -102,3 +102,16 @@ def test_a_file_that_is_not_yaml(tmp_path, text, message):
         compose.from_command_line(["experiment=mine"], config_dir=tmp_path)
     assert str(raised.value).startswith(str(file))
     assert message in str(raised.value)
+
+
+def test_an_empty_mapping_that_removes_nothing_is_refused():
+    """Hydra merges it with the entries that are there."""
+    callback = "+callbacks.norms={_target_: own_hooks.Records}"
+    with pytest.raises(UserError, match=r"callbacks=\{\}: removes nothing.* write ~callbacks\.norms$"):
+        compose.from_command_line([callback, "callbacks={}"])
+    assert "norms" not in compose.from_command_line([callback, "~callbacks.norms"]).callbacks
+
+
+def test_a_section_that_is_missing_is_not_its_own_suggestion():
+    with pytest.raises(UserError, match="callbacks: no such setting; `trainapp --cfg job` shows all"):
+        compose.from_command_line(["callbacks={}"])

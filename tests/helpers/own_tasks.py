@@ -68,6 +68,35 @@ def adaptive(model, batch):
     return F.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {}
 
 
+def triple_gradient(parameter: nn.Parameter) -> None:
+    parameter.grad.mul_(3)
+
+
+def mask_gradient(parameter: nn.Parameter) -> None:
+    parameter.grad[0] = 0
+
+
+class NetWithHooks(Net):
+    """Hooks on the gradient of the head's weight, as users register them."""
+
+    def __init__(self, num_classes: int, hook: str):
+        super().__init__(num_classes)
+        weight = self.head.weight
+        match hook:
+            case "clamps":
+                weight.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+            case "normalises":
+                weight.register_hook(lambda gradient: gradient / gradient.norm())
+            case "scales":
+                weight.register_hook(lambda gradient: gradient * 0.1)
+            case "multiplies the sum":
+                weight.register_post_accumulate_grad_hook(triple_gradient)
+            case "masks the sum":
+                weight.register_post_accumulate_grad_hook(mask_gradient)
+            case _:
+                raise ValueError(hook)
+
+
 class NormalisedGradient(torch.autograd.Function):
     """The identity; the gradient is divided by its norm over the batch."""
 

@@ -104,6 +104,7 @@ def test_a_block_that_shares_a_parameter_has_it_once():
         ([group("head"), group("*.weight")], r"groups\.1\.match: head\.weight is also matched by optimizer\.groups\.0"),
         ([group("head", lrr=1.0)], r"optimizer\.groups\.0\.lrr: AdamW has no group option lrr; its options are lr"),
         ([group("head", fused=True)], r"optimizer\.groups\.0\.fused: AdamW has no group option fused"),
+        ([group("head", lrr=1.0)], r", those of the `defaults` that the class passes to super\(\).__init__"),
         ([group("head", freeze=True)], "; parameters are frozen by model.freeze"),
     ],
 )

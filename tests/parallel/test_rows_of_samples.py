@@ -92,3 +92,55 @@ def test_rows_that_ranks_share_are_kept_by_rank(cell):
     (text,) = [text for text in record.log if "the same rows" in text]
     assert "written by 2 ranks, which wrote the same rows of model.hidden (per_sample_buffers)" in text
     assert "resume on 2 ranks" in text
+
+
+def evaluated_by(cell: Cell, world: int, settings: tuple[str, ...], *overrides: str):
+    """The evaluations' losses, the same on every rank, and the messages about rows."""
+    records: list[Record] = cell.run(world, "every.eval=4", *overrides, tiny=settings)
+    for record in records:
+        assert record.error is None, record.error
+        assert record.evaluated == records[0].evaluated
+    losses = [means["loss"] for means in records[0].evaluated]
+    assert len(losses) == 2
+    return losses, [text for text in records[0].log if "the ranks write the same rows" in text]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("columns", "settings", "is_shared"),
+    [
+        (3, (), False),
+        (3, ("batch.eval_micro_size=1",), False),  # the rows are those of both ranks only later in the set
+        (1, (), False),
+        (6, (), True),
+        (4, ("batch.eval_micro_size=2",), True),
+    ],
+)
+def test_an_evaluation_never_has_a_sequence_on_two_ranks(cell, strategy, columns, settings, is_shared):
+    """Ranks take the samples in turn: where they do not divide the number of sequences, each evaluates all."""
+    settings = (f"+data.val_columns={columns}", *settings)
+    alone, _ = evaluated_by(cell, 0, COLUMNS, "parallel=single", "batch.eval_micro_size=1", settings[0])
+    losses, texts = evaluated_by(cell, 2, COLUMNS, f"parallel={strategy}", *settings)
+    assert losses == pytest.approx(alone, rel=EXACT)
+    if is_shared:
+        assert texts == []
+    else:
+        (text,) = texts
+        assert "the same rows of model.hidden (per_sample_buffers) in the evaluation: time steps of one" in text
+        assert "as where 2 ranks do not divide the number of sequences" in text
+
+
+def test_rows_of_places_in_the_micro_batch_stay_shared(cell):
+    """Of three sequences on each rank, both write rows 0 to 2, for sequences of their own."""
+    alone, _ = evaluated_by(cell, 0, POSITIONS, "parallel=single", "batch.micro_size=6", "+data.val_columns=6")
+    losses, texts = evaluated_by(cell, 2, POSITIONS, "parallel=ddp", "+data.val_columns=6")
+    assert texts == []
+    assert losses == pytest.approx(alone, rel=EXACT)
+
+
+def test_one_row_that_may_be_of_a_place_or_a_sequence_is_named(cell):
+    """One sample at a time, of one sequence: as with two sequences and a model that has a row for each place."""
+    _, texts = evaluated_by(cell, 2, COLUMNS, "parallel=ddp", "+data.val_columns=1", "batch.eval_micro_size=1")
+    (text,) = texts
+    assert "one sample at a time, which does not show whether a row is that of a sequence" in text
+    assert "otherwise evaluate with parallel=single" in text

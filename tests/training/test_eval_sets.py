@@ -173,3 +173,32 @@ def test_samples_of_different_sequences_share_a_micro_batch(tmp_path, caplog, se
     assert "rows of model.hidden" not in caplog.text
     size = 3 if "batch.eval_micro_size=3" in settings else 6
     assert helpers.metrics(tmp_path)[-1]["batch/eval_micro_size"] == size
+
+
+CHUNKS = (
+    *runs.own_model("writing_models.Smooths"),
+    *("data={_target_: writing_models.Chunks}", "task=writing_models.errors_of_chunks"),
+    *(
+        "user_packages=[writing_models]",
+        "batch.global_size=6",
+        "every.eval=3",
+        "objective=min loss",
+        "schedule=constant",
+    ),
+)
+
+
+def test_a_set_keeps_its_samples_at_a_time_after_a_resume(tmp_path, caplog):
+    """Six samples would be three chunks of each sequence, and then the fourth, which is shorter, beside the third. The
+    state has one dimension.
+    """
+    lengths = ("train.max_steps=7", "train.max_steps=12")
+    undisturbed, resumed = tmp_path / "undisturbed", tmp_path / "resumed"
+    runs.run(undisturbed, *CHUNKS, lengths[1])
+    assert "2 rows of model.average" in caplog.text
+    for length in lengths:
+        runs.run(resumed, *CHUNKS, length)
+    at_steps = {line["step"]: line["loss"] for line in helpers.evaluations(resumed)}
+    for line in helpers.evaluations(undisturbed):
+        assert at_steps[line["step"]] == pytest.approx(line["loss"], rel=1e-6)
+    assert {line["batch/eval_micro_size"] for line in helpers.metrics(resumed)[3:]} == {2}

@@ -174,3 +174,33 @@ def test_a_run_says_that_it_depends_on_the_micro_batch(tmp_path, caplog, task, t
         assert "gradients" not in checks["loss"]
         assert "; its gradients do not add up (they differ by " in checks["loss in training"]
         assert text in caplog.text
+
+
+HOOKED = (*runs.own_model("own_tasks.NetWithHooks"), HERE, "data=digits", "train.max_steps=1", "task=own_tasks.total")
+
+
+@pytest.mark.parametrize("hook", ["clamps", "normalises", "multiplies the sum"])
+def test_hooks_on_parameters_are_compared(tmp_path, caplog, hook):
+    """They see the gradient of a micro-batch, or what has accumulated so far."""
+    result = runs.run(tmp_path, *HOOKED, f"+model.hook={hook}")
+    (text,) = result.depends_on_micro_batch
+    assert "the gradients of 4 samples are not the sum of those of their halves" in text
+    assert "A hook on a parameter (register_hook, register_post_accumulate_grad_hook) that clips or scales" in text
+    assert "train.grad_clip" in text
+    assert text in caplog.text
+
+
+@pytest.mark.parametrize("hook", ["scales", "masks the sum"])
+def test_linear_hooks_are_fine(tmp_path, hook):
+    assert runs.run(tmp_path, *HOOKED, f"+model.hook={hook}").depends_on_micro_batch == []
+
+
+@pytest.mark.parametrize("hook", ["multiplies the sum", "clamps"])
+def test_hooks_after_accumulation_are_named_where_nothing_is_compared(tmp_path, hook):
+    result = runs.run(tmp_path, *HOOKED, f"+model.hook={hook}", "train.check_loss=false")
+    texts = [text for text in result.depends_on_micro_batch if "hooks" in text]
+    if hook == "clamps":
+        assert texts == []
+    else:
+        (text,) = texts
+        assert "hooks of register_post_accumulate_grad_hook on head.weight run once per micro-batch and rank" in text

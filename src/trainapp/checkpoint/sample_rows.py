@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from trainapp.models.inspect import per_sample_buffers
+from trainapp.models.inspect import changed_elements, per_sample_buffers
 from trainapp.parallel.ranks import Ranks
 from trainapp.units import listed
 
@@ -116,14 +116,9 @@ def _joined(common: Tensor, versions: Sequence[Tensor]) -> Tensor | None:
     for version in versions:
         if version.shape != common.shape or version.dtype != common.dtype:
             return None
-        changed = (_bytes(version) != _bytes(common)).any(-1)  # bit for bit: NaN is a value, and so is -0.0
+        changed = changed_elements(common, version)
         if (changed & changed_before).any():
             return None
         changed_before |= changed
         joined[changed] = version[changed]
     return joined
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of each element, in a last dimension."""
-    return tensor.unsqueeze(-1).contiguous().view(torch.uint8)

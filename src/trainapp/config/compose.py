@@ -24,6 +24,7 @@ from trainapp.config.claimed_settings import with_written_defaults
 from trainapp.config.schema import Config, UpdateSettings
 from trainapp.errors import UserError
 from trainapp.files import CONF
+from trainapp.units import listed
 
 FILLED_IN = ("run_dir", "command", "given", "started", "task_arguments", "sweeper_direction")
 # Hydra 1.3 asks which version's defaults are meant; 1.4 has one set of them, and warns if it is told.
@@ -111,6 +112,7 @@ def from_hydra(composed: DictConfig, run_dir: str, command: str, overrides: Iter
 
     # Arguments of the task were composed apart: see `command_line.for_hydra`.
     overrides = [command_line.as_entered(text) for text in overrides]
+    _require_no_empty_mapping(plain, overrides)
     if isinstance(plain.get("task"), dict):
         plain["task"] = _replaced_task(plain["task"], overrides)
     if any(text.startswith("task.") for text in overrides):
@@ -123,6 +125,21 @@ def from_hydra(composed: DictConfig, run_dir: str, command: str, overrides: Iter
     settings = {_setting_of(text) for text in overrides}
     config = from_dict(plain, run_dir, command, sorted(settings))
     return with_written_defaults(config, written)
+
+
+def _require_no_empty_mapping(plain: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Raise UserError for an override such as `callbacks={}`: Hydra merges it with what is there, to no effect."""
+    for text in overrides:
+        setting, _, value = text.partition("=")
+        node: Any = plain
+        for name in setting.split("."):
+            node = node.get(name) if isinstance(node, dict) else None
+        if value.replace(" ", "") == "{}" and isinstance(node, dict) and node:
+            names = listed(f"~{setting}.{name}" for name in node)
+            raise UserError(
+                f"{text}: removes nothing, since Hydra adds the entries of a mapping to those of {setting}; "
+                f"to remove entries, write {names}"
+            )
 
 
 def _replaced_task(task: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:

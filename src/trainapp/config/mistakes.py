@@ -149,7 +149,7 @@ def _explain_missing_setting(setting: str, error: BaseException) -> str:
     if not section:
         choices.extend(folder.name for folder in CONF.iterdir())
 
-    hint = suggest(key, choices)
+    hint = suggest(key, [choice for choice in choices if choice != key])  # a group may have no option chosen
     if not hint:
         hint = f"; `trainapp --cfg job` shows all; to add one that the YAML files do not list, use +{setting}=VALUE"
     return f"{setting}: no such setting{hint}"

@@ -27,6 +27,7 @@ class EvalBatches:
     Attributes:
         samples: the number of samples in the data set, 0 if unknown.
         is_stream: whether an evaluation can only start at the first sample.
+        is_shared: whether the ranks share the set; otherwise each reads all of it, see `read_all`.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class EvalBatches:
         self.dataset = dataset
         self.equal = equal
         self.is_stream = is_stream(dataset)
+        self.is_shared = True
         self.samples = 0 if self.is_stream else len(dataset)
         self.rank = ranks.rank
         self.world_size = ranks.world_size
@@ -60,6 +62,14 @@ class EvalBatches:
         rank.
         """
         return self._loader.example(self.dataset, samples)
+
+    def read_all(self) -> None:
+        """Read the whole set on this rank from now on, as a single rank would. Call on every rank."""
+        self.is_shared = False
+        self.rank = 0
+        self.world_size = 1
+        self.start = 0
+        self.end = self.samples
 
     def from_sample(self, evaluated: int, size: int, ranks: Ranks) -> Iterator[MicroBatch]:
         """Yield the batches of this rank's share, without its first samples: a stream is read again up to there.

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -92,20 +93,32 @@ def _per_sample_attributes(modules: Mapping[str, nn.Module]) -> Iterator[tuple[s
 def rows_written(before: Tensor, after: Tensor, rows: Collection[int]) -> int:
     """Return the number of rows of a tensor that have changed. Waits for the device.
 
-    0: none has, the tensor has another shape now, or no dimension has one of these numbers of `rows`; if several have,
-    the smallest number that changed in one of them.
+    0: none has, the tensor has another shape or dtype now, or no dimension has one of these numbers of `rows`; if
+    several have, the smallest number that changed in one of them.
     """
-    if before.shape != after.shape:
+    if before.shape != after.shape or before.dtype != after.dtype:
         return 0
 
     # Any dimension of such a size may hold the rows.
-    is_changed = before != after
+    is_changed = changed_elements(before, after)
     changed_rows = []
     for dim, size in enumerate(is_changed.shape):
         if size in rows:
-            elements_by_row = is_changed.movedim(dim, 0).flatten(1)
+            elements_by_row = is_changed.movedim(dim, 0).reshape(size, -1)  # also of a single dimension
             changed_rows.append(int(elements_by_row.any(1).sum()))
     return min(changed_rows, default=0)
+
+
+def changed_elements(before: Tensor, after: Tensor) -> Tensor:
+    """Return which elements have changed, of two tensors of one shape and dtype. Bit for bit: NaN is a value, and so is
+    -0.0.
+    """
+    return (_bytes_of(before) != _bytes_of(after)).any(-1)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of each element, in a last dimension."""
+    return tensor.detach().unsqueeze(-1).contiguous().view(torch.uint8)
 
 
 def instead_of_batchnorm(model_settings: Model) -> str:

@@ -181,7 +181,8 @@ def _require_known_options(settings: Optimizer, optimizer: torch.optim.Optimizer
                 advice = "; parameters are frozen by model.freeze" if name == "freeze" else ""
                 raise UserError(
                     f"{setting}.groups.{number}.{name}: {type(optimizer).__name__} has no group option {name}; its "
-                    f"options are {', '.join(options)}{advice}"
+                    f"options are {', '.join(options)}, those of the `defaults` that the class passes to "
+                    f"super().__init__{advice}"
                 )
 
 

@@ -122,6 +122,7 @@ class MicroBatchSizes:
     grow: bool = True
     smallest: int = 1
     reserve: float = 0.0
+    limit: int | None = None  # the most samples of a micro-batch, whatever fits; None: no such limit
     searches: dict[int, SizeSearch] = field(default_factory=dict)  # by bucket
     # What this rank has run, by bucket.
     history: defaultdict[int, ShapeHistory] = field(default_factory=lambda: defaultdict(ShapeHistory))
@@ -258,9 +259,10 @@ class MicroBatchSizes:
             if search.smallest_failing is None or size < search.smallest_failing:
                 search.try_size(max(search.smallest, size))
 
-    def limit(self, size: int) -> None:
-        """Let no micro-batch of any shape have more samples than this."""
+    def set_limit(self, size: int) -> None:
+        """Let no micro-batch of any shape have more samples than this, also in a run that is resumed from here."""
         self._forget_attempt()
+        self.limit = size
         self.start = min(self.start, size)
         self.searches = {}
 
@@ -454,7 +456,10 @@ class MicroBatchSizes:
     def state_dict(self) -> dict[str, Any]:
         """Return primitives only."""
         buckets = {bucket: search.state_dict() for bucket, search in self.searches.items()}
-        return {"start": self.start, "buckets": buckets}
+        state: dict[str, Any] = {"start": self.start, "buckets": buckets}
+        if self.limit is not None:
+            state["limit"] = self.limit
+        return state
 
     def load_state_dict(self, saved: dict[str, Any], is_lower: bool = False) -> None:
         """Start from saved sizes, between `smallest` and `start`, as unvalidated. Keys may be strings, as in JSON.
@@ -465,6 +470,10 @@ class MicroBatchSizes:
         """
         if is_lower:
             self.start = min(self.start, saved["start"])
+        limit = saved.get("limit")  # not in checkpoints of earlier versions, nor where there is none
+        if limit is not None:
+            self.limit = limit
+            self.start = min(self.start, limit)
         for bucket, search_state in saved["buckets"].items():
             search = SizeSearch(self.start, self.clean_steps, self.grow, self.smallest, self.reserve)
             search.load_state_dict(search_state, largest_size=self.start)

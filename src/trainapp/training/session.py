@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from trainapp.checkpoint.checkpointer import Checkpointer
 from trainapp.checkpoint.train_state import TrainState
 from trainapp.config.schema import Config
@@ -79,6 +81,7 @@ class Evaluation:
     totals: Totals | None = None  # so far, for the current data set
     complete: bool = False  # whether all ranks have finished its micro-batches
     before: State | None = None  # of model, task and data, to which the current data set's evaluation returns
+    rows_before: dict[str, Tensor] = field(default_factory=dict)  # copies of `per_sample_buffers`, as in `before`
     written: Collection[str] = ()  # state that the forward of its first micro-batch has written, or may have
     is_tried_without: bool = False  # whether the second micro-batch shows if these are state: see `carried_state`
     embedded: Any = None  # its embeddings so far, if the loss compares them: see `training.evaluation`

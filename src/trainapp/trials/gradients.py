@@ -1,19 +1,24 @@
 """Compares the gradients of a batch with those of its halves, whose losses add up.
 
 A backward may mix samples where no forward does: an `autograd.Function` that normalises over the batch, an adjoint
-solver whose tolerance is over it, a hook. The losses of a batch and its halves add up then, and their gradients do not.
+solver whose tolerance is over it, a hook, also one on a parameter, which sees the gradient of a micro-batch. The losses
+of a batch and its halves add up then, and their gradients do not. Those of the halves accumulate in `grad`, as in
+training, since hooks after the accumulation see the sum so far.
 """
 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from trainapp.draws.record import DrawRecord, TopicKind
 from trainapp.errors import summary_of
+from trainapp.torch_private import has_accumulation_hooks
 from trainapp.trials.comparison import MAX_FP64_EPSILON
 from trainapp.trials.obstacles import Obstacle, Reason
 from trainapp.trials.operations import Observer
 from trainapp.trials.parts import ModeCalls
+from trainapp.units import listed
 
 # By how much the gradients may differ, relative to their norms. More than for a loss: they may cancel out in it.
 MAX_FP64_ROUNDING = 1e-9
@@ -41,12 +46,14 @@ class GradientFinding:
             f"are: they differ by {self.deviation:.1e} of their size. A backward uses the whole batch, such as that of "
             "a torch.autograd.Function or a hook that normalises over it, or an adaptive solver whose tolerance is "
             "over it; so the gradients depend on the micro-batch: compute them per sample, or declare "
-            "`whole_batch = True` on the task: its batch is then never split"
+            "`whole_batch = True` on the task: its batch is then never split. A hook on a parameter (register_hook, "
+            "register_post_accumulate_grad_hook) that clips or scales runs once per micro-batch and rank: clip by "
+            "train.grad_clip, or in the step of an optimizer of your own"
         )
 
 
 class GradientBalance:
-    """The gradients of a batch, less those of its parts.
+    """The gradients of a batch, and those of its parts, accumulated.
 
     Args:
         leaves: the tensors whose gradients are compared.
@@ -54,36 +61,34 @@ class GradientBalance:
 
     def __init__(self, leaves: list[Tensor]):
         self._leaves = leaves
-        self._remainders: list[Tensor | None] = [None] * len(leaves)
+        self._of_whole: list[Tensor | None] = []
+        self._of_parts: list[Tensor | None] = [None] * len(leaves)
         self._norm_of_parts = 0.0
 
     def add_whole(self, loss: Tensor) -> None:
-        """Add the gradients of the whole batch."""
-        self._add(loss, sign=1)
+        """Note the gradients of the whole batch."""
+        loss.backward()
+        self._of_whole = self._dense_gradients()
 
-    def subtract_part(self, loss: Tensor) -> None:
-        """Subtract those of a part."""
-        self._norm_of_parts += self._add(loss, sign=-1)
+    def add_part(self, loss: Tensor) -> None:
+        """Add those of a part to those of the parts so far."""
+        for leaf, gradient in zip(self._leaves, self._of_parts, strict=True):
+            leaf.grad = None if gradient is None else gradient.clone()
+        loss.backward()
+        of_parts = self._dense_gradients()
+        self._norm_of_parts += _norm_of_difference(of_parts, self._of_parts)
+        self._of_parts = of_parts
 
     @property
     def deviation(self) -> float:
-        """What is left, relative to the gradients of the parts; nan if any is not finite."""
-        remainders = [remainder for remainder in self._remainders if remainder is not None]
-        return _norm(remainders) / (self._norm_of_parts or 1.0)
+        """The norm of the difference, relative to the gradients of the parts; nan if any is not finite."""
+        return _norm_of_difference(self._of_whole, self._of_parts) / (self._norm_of_parts or 1.0)
 
-    def _add(self, loss: Tensor, sign: int) -> float:
-        """Add the gradients of a loss with this sign. Return their norm."""
-        loss.backward()
-        gradients = []
-        for index, leaf in enumerate(self._leaves):
-            if leaf.grad is None:
-                continue
-            gradient = leaf.grad.detach().to_dense()
-            gradients.append(gradient)
-            remainder = self._remainders[index]
-            signed_gradient = sign * gradient
-            self._remainders[index] = signed_gradient if remainder is None else remainder.add_(signed_gradient)
-        return _norm(gradients)
+    def _dense_gradients(self) -> list[Tensor | None]:
+        gradients: list[Tensor | None] = []
+        for leaf in self._leaves:
+            gradients.append(None if leaf.grad is None else leaf.grad.detach().to_dense())
+        return gradients
 
 
 def compare_gradients(call: ModeCalls, loss_is_exact: bool) -> GradientFinding | Obstacle | None:
@@ -99,8 +104,8 @@ def compare_gradients(call: ModeCalls, loss_is_exact: bool) -> GradientFinding |
     balance = GradientBalance(call.probe.trained_leaves)
     try:
         call(samples.whole, backward=balance.add_whole)
-        call(samples.first_half, backward=balance.subtract_part)
-        call(samples.second_half, backward=balance.subtract_part)
+        call(samples.first_half, backward=balance.add_part)
+        call(samples.second_half, backward=balance.add_part)
     except Exception as error:  # the first step raises it again, if it is the task's
         return Obstacle(Reason.ERROR, summary_of(error))
     deviation = balance.deviation
@@ -114,5 +119,26 @@ def compare_gradients(call: ModeCalls, loss_is_exact: bool) -> GradientFinding |
     return GradientFinding(deviation) if loss_is_exact and not may_be_rounding else None
 
 
-def _norm(tensors: list[Tensor]) -> float:
-    return float(torch.nn.utils.get_total_norm(tensors)) if tensors else 0.0
+def note_accumulation_hooks(model: nn.Module, draw_record: DrawRecord) -> None:
+    """Record which parameters have hooks that run after each accumulation, where no comparison shows what they do."""
+    names = [name for name, parameter in model.named_parameters() if has_accumulation_hooks(parameter)]
+    if names:
+        draw_record.note(
+            TopicKind.GRADIENTS.topic("post-accumulate hooks"),
+            f"hooks of register_post_accumulate_grad_hook on {listed(names)} run once per micro-batch and rank, on the "
+            "sum so far, and gradients could not be compared: what changes them depends on the micro-batch; clip by "
+            "train.grad_clip, or in the step of an optimizer of your own",
+        )
+
+
+def _norm_of_difference(minuends: list[Tensor | None], subtrahends: list[Tensor | None]) -> float:
+    """Return the norm of the differences of gradients, of which a missing one is zero."""
+    differences = []
+    for minuend, subtrahend in zip(minuends, subtrahends, strict=True):
+        if minuend is not None and subtrahend is not None:
+            differences.append(minuend - subtrahend)
+        elif minuend is not None:
+            differences.append(minuend)
+        elif subtrahend is not None:
+            differences.append(subtrahend)
+    return float(torch.nn.utils.get_total_norm(differences)) if differences else 0.0

@@ -39,7 +39,7 @@ from trainapp.draws.record import DrawRecord, TopicKind
 from trainapp.errors import UserError, summary_of
 from trainapp.losses.losses import has_embeddings, needs_no_check, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
-from trainapp.trials.gradients import GradientFinding, compare_gradients
+from trainapp.trials.gradients import GradientFinding, compare_gradients, note_accumulation_hooks
 from trainapp.trials.messages import AddsUp, DependsOnSplit, Finding, Refused
 from trainapp.trials.modes import NO_CHECK_NEEDED, Mode, TrialSetup, has_all_values
 from trainapp.trials.obstacles import Obstacle, Reason
@@ -77,6 +77,7 @@ class ModeOutcome(NamedTuple):
     loss: Outcome
     padding: Outcome | None = None  # see `TaskFindings`
     divided_metrics: str = ""
+    has_compared_gradients: bool = False
 
 
 class NoisyFindings(NamedTuple):
@@ -86,6 +87,7 @@ class NoisyFindings(NamedTuple):
     # Of gradients that do not add up, or why they were not compared. With noise only: without it, equal weights leave a
     # maximum to rounding, and with it the gradients.
     gradients: GradientFinding | Obstacle | None
+    has_compared_gradients: bool
 
 
 def require_sum(setup: TrialSetup, ranks: Ranks, draw_record: DrawRecord) -> dict[str, str]:
@@ -112,14 +114,19 @@ def require_sum(setup: TrialSetup, ranks: Ranks, draw_record: DrawRecord) -> dic
 
     # Every rank has its own outcome: one may have run out of memory here. A problem of any of them ends all.
     warnings: list[str] = []
+    uncompared_gradients = [mode for mode in setup.modes if mode.training and mode not in compared_modes]
     for mode in compared_modes:
         outcomes: list[ModeOutcome] = ranks.all_gather_object(_check_mode(setup, mode, draw_record))
         texts[mode.check_name("loss")] = _merged_text([outcome.loss for outcome in outcomes], mode, draw_record)
         warnings.extend(outcome.divided_metrics for outcome in outcomes if outcome.divided_metrics)
+        if mode.training and not all(outcome.has_compared_gradients for outcome in outcomes):
+            uncompared_gradients.append(mode)
         of_padding = [outcome.padding for outcome in outcomes if outcome.padding is not None]
         if of_padding:
             texts[mode.check_name("padding")] = _merged_text(of_padding, mode, draw_record)
 
+    if uncompared_gradients:
+        note_accumulation_hooks(setup.model, draw_record)
     for text in dict.fromkeys(warnings):  # without repetitions: ranks and modes often agree
         log.warning("%s", text)
     if setup.device.type == "cuda":
@@ -186,7 +193,7 @@ def _check_mode(setup: TrialSetup, mode: Mode, draw_record: DrawRecord) -> ModeO
         loss = _with_gradients(loss, noisy.gradients, mode, samples.number)
     if padding is not None and plain.padding is not None and noisy.sums.padding is not None:
         padding = _with_noise(padding, plain.padding, noisy.sums.padding, mode)
-    return outcome._replace(loss=loss, padding=padding)
+    return outcome._replace(loss=loss, padding=padding, has_compared_gradients=noisy.has_compared_gradients)
 
 
 def _compare_with_noise(setup: TrialSetup, samples: Samples, mode: Mode, draw_record: DrawRecord) -> NoisyFindings:
@@ -195,10 +202,12 @@ def _compare_with_noise(setup: TrialSetup, samples: Samples, mode: Mode, draw_re
     def compare(probe: TaskProbe) -> NoisyFindings:
         findings = compare_with_parts(probe, mode, draw_record, looks_for_divided_metrics=False)
         gradients = None
+        has_compared = False
         if mode.training and isinstance(findings.loss, AddsUp):
             loss_is_exact = findings.loss.inexactness is None
             gradients = compare_gradients(ModeCalls(probe, mode, draw_record), loss_is_exact)
-        return NoisyFindings(findings, gradients)
+            has_compared = samples.is_joined and not isinstance(gradients, Obstacle)
+        return NoisyFindings(findings, gradients, has_compared)
 
     fp64_only = precisions_to_try(setup, samples, mode.task, noise=NOISE)[:1]
     return first_working_result(fp64_only, compare, mode.is_trained).value

@@ -20,6 +20,7 @@ from trainapp.errors import summary_of
 from trainapp.losses.losses import CheckedTask
 from trainapp.memory.cpu import uncompiled
 from trainapp.state.stateful import Stateful, held_tensors
+from trainapp.torch_private import copy_gradient_hooks
 from trainapp.training.dependence import iterators_text
 from trainapp.trials.modes import TrialSetup
 from trainapp.trials.probe import Compute, ProbeInputs, TaskProbe, is_small, lacks_gradients
@@ -169,6 +170,8 @@ def probe_in_fp64(inputs: ProbeInputs, noise: float) -> TaskProbe:
     for module in copies.values():
         module.double()
     _add_noise(copied_model, noise)
+    for original, parameter in zip(_parameters(originals), _parameters(copies), strict=True):
+        copy_gradient_hooks(original, parameter)
 
     copied_inputs = dataclasses.replace(inputs, task=CheckedTask(copied_task, task.setting), model=copied_model)
     return TaskProbe(copied_inputs, call_context=_fp64_by_default, dtype=torch.float64)
@@ -177,6 +180,13 @@ def probe_in_fp64(inputs: ProbeInputs, noise: float) -> TaskProbe:
 def _outermost_modules(model: nn.Module, task: Any) -> dict[str, nn.Module]:
     """Return the model and the modules found outside of it, by name."""
     return {"model": model, **Stateful(model=model, task=task).modules}
+
+
+def _parameters(modules: Mapping[str, nn.Module]) -> list[nn.Parameter]:
+    parameters: dict[nn.Parameter, None] = {}  # in order, each once
+    for module in modules.values():
+        parameters |= dict.fromkeys(module.parameters())
+    return list(parameters)
 
 
 def _tensor_copies(modules: Iterable[nn.Module], task: CheckedTask, model: nn.Module) -> dict[int, Tensor]:

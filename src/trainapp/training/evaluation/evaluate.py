@@ -12,6 +12,7 @@ from trainapp.data.eval_batches import EvalBatches
 from trainapp.hooks.metrics import as_scalars, logged_name
 from trainapp.losses.losses import evaluate_metrics, has_embeddings, needs_no_check
 from trainapp.losses.set_embeddings import SetEmbeddings
+from trainapp.parallel.ranks import SingleRank
 from trainapp.rng import seed_from
 from trainapp.signals import Stopped
 from trainapp.training import callback_calls, stopping
@@ -26,11 +27,18 @@ from trainapp.training.evaluation.carried_state import (
 from trainapp.training.evaluation.half_batch import try_half
 from trainapp.training.evaluation.loop import as_evaluated, each_micro_batch
 from trainapp.training.evaluation.objective import record_objective
-from trainapp.training.evaluation.own_rows import SharedRows, per_sample_copies, require_own_rows
+from trainapp.training.evaluation.own_rows import (
+    RowsOfRanks,
+    SharedRows,
+    are_rows_of_positions,
+    per_sample_copies,
+    require_own_rows,
+    rows_of_several_ranks,
+)
 from trainapp.training.memory_watch import begin_counting_refused, watched
 from trainapp.training.phase import Phase
 from trainapp.training.session import Evaluation, Session
-from trainapp.units import listed
+from trainapp.units import listed, plural
 
 ACCURACY = "accuracy"  # the metric that is at most 1, however it is computed
 
@@ -111,6 +119,7 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str,
         current.embedded = None
         if has_embeddings(session.task):
             current.embedded = SetEmbeddings(session.task)
+        current.rows_before = per_sample_copies(session)
         session.metrics.reset()
     _set_state_aside(session)
 
@@ -119,21 +128,42 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str,
     if session.strategy.forward_is_collective:
         session.strategy.finish_accumulation()
         sizes.record_success(session.ranks, may_change=True)  # a rank may have seen shapes that are new to others
+    shared_rows = rows_of_several_ranks(session) if batches.is_shared else None
     _undo_writes(session)
+    if shared_rows is not None and not _may_be_shared(session, name, batches, shared_rows):
+        _finish_set(session)
+        batches.read_all()
+        return evaluate_set(session, name, batches)  # again, each rank by itself
 
-    # Merge the results of all ranks.
-    totals = totals.over(session.ranks)
-    results = session.metrics.results(session.ranks, functools.partial(stopping.interruptible, session))
-    values = results | totals.means(session.ranks) | as_scalars(results)
+    values = _results_of_set(session, name, totals, batches)
+    _finish_set(session)
+    return values
+
+
+def _results_of_set(session: Session, name: str, totals: Totals, batches: EvalBatches) -> dict[str, Any]:
+    """Return the metrics of a set, and results of stateful metrics, equal on every rank. Collective."""
+    # Merge the results of all ranks, unless each has those of the whole set.
+    ranks = session.ranks if batches.is_shared else SingleRank()
+    totals = totals.over(ranks)
+    if totals.count == 0:
+        _warn_nothing_counts(session, name)
+    results = session.metrics.results(ranks, functools.partial(stopping.interruptible, session))
+    numbers = totals.means(ranks) | as_scalars(results)
+    if not batches.is_shared:
+        numbers = session.ranks.all_gather_object(numbers)[0]  # the last bits may differ between ranks
+    if numbers.get(ACCURACY, 0.0) > 1:
+        _warn_of_accuracy_above_1(session, name, totals, numbers[ACCURACY])
+    return results | numbers
+
+
+def _finish_set(session: Session) -> None:
+    """Forget what was noted for the set that has been evaluated."""
+    current = session.evaluation
     current.totals = None
     current.embedded = None
     current.complete = False
+    current.rows_before = {}
     session.metrics.reset()
-    if totals.count == 0:
-        _warn_nothing_counts(session, name)
-    if values.get(ACCURACY, 0.0) > 1:
-        _warn_of_accuracy_above_1(session, name, totals, values[ACCURACY])
-    return values
 
 
 def _totals_with_own_rows(session: Session, name: str, batches: EvalBatches) -> Totals:
@@ -150,15 +180,40 @@ def _begin_with_fewer_samples(session: Session, name: str, shared: SharedRows) -
     _undo_writes(session)
     session.metrics.reset()
     _set_state_aside(session)
-    session.sizes.evaluation.limit(shared.rows)
+    session.sizes.evaluation.set_limit(shared.rows)
     set_text = f" of {name}" if name else ""
+    has_text = "the set has" if session.ranks.world_size == 1 else "a rank's share of the set has"
     session.tracker.warn_once(
         f"batch.eval_micro_size={session.config.batch.eval_micro_size}: the first {shared.samples} samples of the "
-        f"evaluation{set_text} write to {shared.rows} rows of {shared.name} (per_sample_buffers): the set has "
-        f"{shared.rows} sequences, and two time steps of one must not meet in a micro-batch. It is evaluated "
-        f"{shared.rows} samples at a time, as batch.eval_micro_size={shared.rows} asks",
+        f"evaluation{set_text} write to {shared.rows} rows of {shared.name} (per_sample_buffers): {has_text} "
+        f"{plural(shared.rows, 'sequence')}, and two time steps of one must not meet in a micro-batch. It is evaluated "
+        f"{plural(shared.rows, 'sample')} at a time, as batch.eval_micro_size={shared.rows} asks",
         topic=f"rows of {shared.name} in evaluation",
     )
+
+
+def _may_be_shared(session: Session, name: str, batches: EvalBatches, shared: RowsOfRanks) -> bool:
+    """Return whether the ranks may share a set although they write the same rows, and warn if not. Collective."""
+    set_text = f" of {name}" if name else ""
+    shared_text = f"the ranks write the same rows of {shared.name} (per_sample_buffers) in the evaluation{set_text}"
+    by_position = are_rows_of_positions(session, name, batches, shared)
+    if by_position is None:
+        session.tracker.warn_once(
+            f"{shared_text}, one sample at a time, which does not show whether a row is that of a sequence or of a "
+            "place in the micro-batch. The result is right only if each rank has sequences of its own, so if their "
+            "number is a multiple of that of the ranks; otherwise evaluate with parallel=single",
+            topic=f"rows of {shared.name} of several ranks{set_text}",
+        )
+        return True
+    if not by_position:
+        world_size = session.ranks.world_size
+        session.tracker.warn_once(
+            f"{shared_text}: time steps of one sequence are on several ranks, as where {world_size} ranks do not "
+            "divide the number of sequences. So every rank evaluates the whole set by itself, which takes up to "
+            f"{world_size} times as long: with a multiple of {world_size} sequences in a stream, they share it",
+            topic=f"rows of {shared.name} of several ranks{set_text}",
+        )
+    return by_position
 
 
 def _totals_of_set(session: Session, name: str, batches: EvalBatches) -> Totals:
@@ -169,7 +224,7 @@ def _totals_of_set(session: Session, name: str, batches: EvalBatches) -> Totals:
     with as_evaluated(session.engine, name):
         if not current.complete:  # otherwise one rank alone repeats what follows
             compute = functools.partial(_totals_with, session)
-            keep = functools.partial(_keep, session, name, per_sample_copies(session), batches.is_stream)
+            keep = functools.partial(_keep, session, name, batches.is_stream)
             each_micro_batch(session, fetched, compute, keep)
             current.complete = True
 
@@ -219,15 +274,12 @@ def _require_samples_first(session: Session, micro: MicroBatch) -> None:
     session.metrics.require_samples_first(metrics, micro.samples)
 
 
-def _keep(
-    session: Session, name: str, copies: dict[str, torch.Tensor], is_stream: bool, micro: MicroBatch, totals: Totals
-) -> None:
+def _keep(session: Session, name: str, is_stream: bool, micro: MicroBatch, totals: Totals) -> None:
     """Take the totals of a complete micro-batch.
 
     Args:
         session: the live objects.
         name: the set's name.
-        copies: see `require_own_rows`.
         is_stream: whether micro-batches may be the time steps of sequences, over which state is carried by design.
         micro: the micro-batch.
         totals: those of the set, including it.
@@ -235,8 +287,8 @@ def _keep(
     current = session.evaluation
     assert current.totals is not None, "outside an evaluation"
     is_first = not current.totals.samples
-    if copies and is_first:
-        require_own_rows(session, copies, micro)
+    if is_first:
+        require_own_rows(session, micro)
 
     # State that the first micro-batch writes and the second may read.
     if is_first:
