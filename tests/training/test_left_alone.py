@@ -11,7 +11,7 @@ from trainapp.losses.losses import RESERVED, evaluate_metrics
 from trainapp.models.inspect import evaluation_mode
 from trainapp.state.snapshot import Snapshot
 from trainapp.training import loop
-from trainapp.training.engine import require_same_gradients
+from trainapp.training.engine import gradients_with_versions, require_same_gradients
 
 MLP = ("model=mlp", "data=digits", "batch.global_size=32", "batch.micro_size=16")
 
@@ -32,14 +32,71 @@ def test_a_task_that_clears_gradients_is_refused(tmp_path):
         loop.train_step(run)
 
 
-def test_a_gradient_that_is_made_replaced_or_cleared_is_noticed():
+def test_a_gradient_that_is_made_replaced_cleared_or_added_to_is_noticed():
     parameter = nn.Parameter(torch.ones(2))
-    for before, after in ((None, torch.ones(2)), (torch.ones(2), None), (torch.ones(2), torch.ones(2))):
-        parameter.grad = before
-        require_same_gradients([parameter], [before])
+    for gradient, after in ((None, torch.ones(2)), (torch.ones(2), None), (torch.ones(2), torch.ones(2))):
+        parameter.grad = gradient
+        before = gradients_with_versions([parameter])
+        require_same_gradients([parameter], before)
         parameter.grad = after
         with pytest.raises(UserError):
-            require_same_gradients([parameter], [before])
+            require_same_gradients([parameter], before)
+    before = gradients_with_versions([parameter])
+    parameter.sum().backward()  # adds in place
+    with pytest.raises(UserError):
+        require_same_gradients([parameter], before)
+
+
+class AttackedLater:
+    """Calls backward() from the fourth step on."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+    def __call__(self, model, batch):
+        inputs, targets = batch["inputs"], batch["targets"]
+        if model.training:
+            self.calls += 1
+            if self.calls > 3:
+                nn.functional.cross_entropy(model(inputs), targets).backward()
+        return nn.functional.cross_entropy(model(inputs), targets, reduction="sum"), len(inputs), {}
+
+
+def test_a_backward_of_a_later_stage_is_refused(tmp_path):
+    task = ("task=test_left_alone.AttackedLater", "user_packages=[test_left_alone]", "train.check_loss=false")
+    refusal = runs.refusal(tmp_path, *MLP, *task, "train.max_steps=8", "every.eval=null")
+    assert "the task changes the gradients of the model's parameters" in refusal
+
+
+def attacked_evaluation(model, batch):
+    """An attack in evaluations alone, as published code has it."""
+    inputs, targets = batch["inputs"], batch["targets"]
+    if not model.training:
+        with torch.enable_grad():
+            change = torch.zeros_like(inputs, requires_grad=True)
+            nn.functional.cross_entropy(model(inputs + change), targets).backward()
+        inputs = inputs + 0.1 * change.grad.sign()
+    logits = model(inputs)
+    right = (logits.argmax(1) == targets).sum()
+    return nn.functional.cross_entropy(logits, targets, reduction="sum"), len(logits), {"accuracy": right}
+
+
+@pytest.mark.parametrize("check", ["true", "false"])
+def test_a_backward_in_evaluations_does_not_train(tmp_path, check):
+    """Nor one in a trial before the first step."""
+    task = ("task=test_left_alone.attacked_evaluation", "user_packages=[test_left_alone]", f"train.check_loss={check}")
+    norms = []
+    for name, every in (("never", "every.eval=null"), ("often", "every.eval=2")):
+        overrides = (*MLP, *task, every, "train.max_steps=6", "every.log=1", "batch.eval_micro_size=50")
+        runs.run(tmp_path / name, *overrides)
+        norms.append([line["grad_norm"] for line in metrics(tmp_path / name)])
+    assert norms[0] == norms[1]
 
 
 class Switching(nn.Module):

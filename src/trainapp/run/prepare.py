@@ -93,6 +93,7 @@ def prepare(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Session:
     elif checkpoint is None:
         _restore_tasks(session)
     try_metrics(session)
+    session.engine.drop_gradients()  # of a task that calls backward() in a trial
     build.start_tracking(session)
     if trains and ranks.is_rank_zero:
         forget_stop(Path(config.run_dir))

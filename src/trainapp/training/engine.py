@@ -29,7 +29,7 @@ from trainapp.parallel.ranks import Ranks, SingleRank
 from trainapp.parallel.strategy import Strategy, requires_grad_only
 from trainapp.rng import seed_from
 from trainapp.state.snapshot import MOVED_ON, Snapshot
-from trainapp.torch_private import backward, local
+from trainapp.torch_private import backward, local, version_of
 from trainapp.training.phase import Phase, UpdateContext
 
 Compute = Callable[[Task, Any], tuple[Any, ...]]
@@ -288,8 +288,8 @@ class Engine:
         """
         with self.at(Phase.FORWARD):
             gradients_before = None
-            if self.is_first:  # check that the task leaves the sum so far alone
-                gradients_before = [p.grad for p in self.parameters]
+            if self.is_first or self.snapshot.verifies:  # check that the task leaves the sum so far alone
+                gradients_before = gradients_with_versions(self.parameters)
             with self.context.update.precision.autocast:
                 loss, count, metrics = self.compute(micro.data)
             if gradients_before is not None:
@@ -451,10 +451,18 @@ def training_draws(update: str) -> str:
     return f"train {update}"
 
 
-def require_same_gradients(parameters: Sequence[Tensor], before: Sequence[Tensor | None]) -> None:
-    """Raise UserError if a task has replaced gradients: the sum over micro-batches would depend on their size."""
-    for parameter, gradient_before in zip(parameters, before, strict=True):
-        if parameter.grad is not gradient_before:
+def gradients_with_versions(parameters: Sequence[Tensor]) -> list[tuple[Tensor | None, int]]:
+    """Return the gradient of each parameter, and its version: a backward writes to one that is there."""
+    gradients = [parameter.grad for parameter in parameters]
+    return [(gradient, 0 if gradient is None else version_of(gradient)) for gradient in gradients]
+
+
+def require_same_gradients(parameters: Sequence[Tensor], before: Sequence[tuple[Tensor | None, int]]) -> None:
+    """Raise UserError if a task has changed gradients: the sum over micro-batches would depend on their size."""
+    for (gradient, version), (gradient_before, version_before) in zip(
+        gradients_with_versions(parameters), before, strict=True
+    ):
+        if gradient is not gradient_before or version != version_before:
             raise UserError(
                 "the task changes the gradients of the model's parameters, by calling backward() or zero_grad() "
                 "itself: they hold the sum over the micro-batches so far; use torch.autograd.grad for gradients inside "

@@ -60,6 +60,7 @@ def each_micro_batch(
             watching = watched(session, sizes, micro.data, micro.samples)
             with watching, session.engine.sample_draws(micro):
                 result = compute(micro)
+            session.engine.drop_gradients()  # of a task that calls backward(), as for an adversarial attack
             session.snapshot.record_written()
             session.eval_ranks.check_peers()  # last chance to repeat a micro-batch
 
