@@ -60,6 +60,7 @@ def interrupted(config):
     time.sleep(60)
 
 def rank(number, name):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands ignore it
     worker.run_worker = interrupted
     {"run_in_started_process": worker.run_in_started_process, "run_worker": interrupted}[name](None)
 

@@ -252,8 +252,8 @@ def filled_for_trials(
     _fill_model(model, path, values, filled)
     stateful = Stateful(model=model, **tasks)
     states_before = {name: owner.copy() for name, owner in stateful.owners.items()}
+    state_dicts.load_stateful(stateful, values["stateful"][0])
     try:
-        state_dicts.load_stateful(stateful, values["stateful"][0])
         yield
     finally:
         for name, state in states_before.items():

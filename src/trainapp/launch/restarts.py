@@ -107,12 +107,14 @@ def _checkpoints(run_dir: Path) -> set[tuple[str, int]]:
     return checkpoints
 
 
-def write_error(run_dir: Path, rank: int, error: Exception) -> None:
-    """Leave the error of a rank for `take_errors`, unless it only says that another rank is gone."""
+def write_error(run_dir: Path, rank: int, error: Exception) -> bool:
+    """Leave the error of a rank for `take_errors`, unless it only says that another rank is gone. Return whether it is
+    the rank's own.
+    """
     first_line, _, _ = str(error).strip().partition("\n")
     is_of_communication = re.search(r"gloo|nccl|peer", first_line, re.IGNORECASE) is not None
     if is_of_communication or isinstance(error, dist.DistError):
-        return
+        return False
 
     # A text that is equal if the same happens again.
     message = re.sub(r"0x[0-9a-f]+", "0x...", first_line)  # addresses differ between processes
@@ -124,6 +126,7 @@ def write_error(run_dir: Path, rank: int, error: Exception) -> None:
     path = run_dir / "ranks" / f"rank_{rank}.error"
     with contextlib.suppress(OSError):  # without the file, all restarts are used
         path.write_text(json.dumps([text, not is_transient]))
+    return True
 
 
 def take_errors(run_dir: Path) -> dict[str, RankError]:

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -29,6 +30,9 @@ if TYPE_CHECKING:  # not imported at run time: the launcher, which imports this 
     from trainapp.run.result import Result
 
 log = logging.getLogger(__name__)
+# A rank that has lost its peer waits so long with its own end: the launcher, which ends the others as soon as one has
+# ended, then prints the error of the one that has failed first.
+SECONDS_FOR_PEER = 2.0
 # How a worker ended, as it can be sent to the launcher: its result, a mistake, or a stop.
 Outcome: TypeAlias = "Result | UserError | Interrupted"
 
@@ -72,7 +76,8 @@ def run_worker(config: Config) -> Outcome:
         return error.with_traceback(None)
     except Exception as error:
         log.exception("this rank failed")
-        write_error(run_dir, rank, error)
+        if not write_error(run_dir, rank, error):
+            time.sleep(SECONDS_FOR_PEER)
         raise
 
 
