@@ -6,7 +6,6 @@ of logarithm, cosine and sine.
 """
 
 import functools
-import logging
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,11 +16,9 @@ from torch import Tensor
 from trainapp.draws import counter_based
 from trainapp.draws.counter_based import threshold_of_16_bits
 from trainapp.draws.filling import Distribution
+from trainapp.draws.kernel_trial import passes_trial
 from trainapp.draws.layout import DrawLayout
-from trainapp.errors import summary_of
-from trainapp.torch_private import has_values, outside_dispatch_modes
-
-log = logging.getLogger(__name__)
+from trainapp.torch_private import has_values
 
 DEVICE_TYPES = {"cuda"}  # a test adds "cpu", for Triton's interpreter
 
@@ -226,19 +223,12 @@ def _is_usable(device: torch.device) -> bool:
 
     The first draw asks, which is nearly always in the forwards before the first step.
     """
-    try:
-        with outside_dispatch_modes():
-            _try_kernel(device)
-    except Exception as error:
-        if "out of memory" in str(error):  # tells nothing of Triton, and may be recovered from
-            raise
-        log.warning(
-            "random numbers by sample are drawn by many kernels of torch instead of one of Triton's, which does not "
-            "run here (%s); results are the same, steps with dropout are slower",
-            summary_of(error),
-        )
-        return False
-    return True
+    return passes_trial(
+        _try_kernel,
+        device,
+        "random numbers by sample are drawn by many kernels of torch instead of one of Triton's, which does not "
+        "run here (%s); results are the same, steps with dropout are slower",
+    )
 
 
 def _try_kernel(device: torch.device) -> None:

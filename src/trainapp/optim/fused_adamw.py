@@ -5,19 +5,16 @@ parameter's index and the element.
 """
 
 import functools
-import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from trainapp.draws.kernel_trial import passes_trial
 from trainapp.draws.splitmix64 import hashed, signed
-from trainapp.errors import summary_of
 from trainapp.optim.quantizer import BLOCKS, Quantizer
-from trainapp.torch_private import has_values, outside_dispatch_modes
-
-log = logging.getLogger(__name__)
+from trainapp.torch_private import has_values
 
 DEVICE_TYPES = {"cuda"}  # a test adds "cpu", for Triton's interpreter
 _BITS = {"8bit": 8, "4bit": 4}
@@ -112,19 +109,12 @@ def _kernel() -> Any:
 @functools.cache
 def _is_usable(device: torch.device) -> bool:
     """Return whether the kernel runs on the device, by a trial. Says once why it does not."""
-    try:
-        with outside_dispatch_modes():
-            _try_kernel(device)
-    except Exception as error:
-        if "out of memory" in str(error):  # tells nothing of Triton, and may be recovered from
-            raise
-        log.warning(
-            "AdamW in low precision updates each parameter by many kernels of torch instead of one of Triton's, which "
-            "does not run here (%s); steps are slower",
-            summary_of(error),
-        )
-        return False
-    return True
+    return passes_trial(
+        _try_kernel,
+        device,
+        "AdamW in low precision updates each parameter by many kernels of torch instead of one of Triton's, which "
+        "does not run here (%s); steps are slower",
+    )
 
 
 def _try_kernel(device: torch.device) -> None:

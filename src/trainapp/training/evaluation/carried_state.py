@@ -78,7 +78,13 @@ def warn_of_carried_state(
         now: its results.
     """
     for name, value in now.items():
-        is_equal = math.isclose(value, without[name], rel_tol=_ROUNDING, abs_tol=_ROUNDING * abs(now["count"]))
-        if not is_equal and not (math.isnan(value) and math.isnan(without[name])):
+        if not _is_equal(value, without[name], now["count"]):
             warn_of_writes_in_evaluation(session, session.evaluation.written, micro.samples)
             return
+
+
+def _is_equal(value: float, other: float, count: float) -> bool:
+    """Return whether two results are equal, up to rounding. count: of the loss, whose summands may cancel out."""
+    if math.isnan(value) and math.isnan(other):
+        return True
+    return math.isclose(value, other, rel_tol=_ROUNDING, abs_tol=_ROUNDING * abs(count))
