@@ -375,6 +375,7 @@ class Oom:
     enabled: Bool = True
     clean_steps: PositiveInt = 3
     grow: Bool = True
+    techniques: Literal["same", "none"] = "same"
 
 
 @dataclass(config=STRICT)

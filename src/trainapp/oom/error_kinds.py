@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainapp.data.loader import Fetcher
-from trainapp.errors import add_note
+from trainapp.errors import TrainingStopped, UserError, add_note
 from trainapp.losses.losses import CheckedTask
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.models.inspect import batchnorms
@@ -51,6 +51,8 @@ def recoverable_kind(session: Session, error: Exception) -> ErrorKind | None:
         return ErrorKind.TOO_FEW_SAMPLES
     if _rejects_larger_size(session, error):
         return ErrorKind.SIZE_REJECTED
+    if _refuses_technique(session, error):
+        return ErrorKind.TECHNIQUE_REFUSED
     _advise_on_evaluation(session, error)
     return None
 
@@ -95,6 +97,16 @@ def _rejects_larger_size(session: Session, error: Exception) -> bool:
     An error that comes again with the validated size is the user's.
     """
     return _is_of_model(session, error) and session.sizes.train.tries_larger_size and _device_works(session)
+
+
+def _refuses_technique(session: Session, error: Exception) -> bool:
+    """Return whether this error may come from the technique that was turned on last: no step was made with it yet, and
+    a forward, a loss or a backward has failed.
+    """
+    is_untried = session.recovery.climb is not None and not session.meter.samples
+    is_of_computation = session.engine.phase in (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD)
+    is_of_user = isinstance(error, (*MODEL_ERRORS, UserError)) and not isinstance(error, TrainingStopped)
+    return is_untried and is_of_computation and is_of_user and _device_works(session)
 
 
 def _advise_on_evaluation(session: Session, error: Exception) -> None:

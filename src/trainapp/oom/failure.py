@@ -30,6 +30,11 @@ class Recovery:
     fewest_samples: int = 0  # of every micro-batch from now on, after an error for too few; 0 after any other
     is_constant: bool = False  # whether fewer samples have asked for the same
 
+    @property
+    def has_size(self) -> bool:
+        """Whether there is a size to try next: otherwise no other one can help."""
+        return self.new_size > 0
+
 
 NO_RECOVERY = Recovery()
 
@@ -70,6 +75,7 @@ class Failure:
     samples: int = 0  # in the current micro-batch
     elements: int = 0  # in the current micro-batch; 0 if unknown
     broken: str | None = None  # what the error has broken for the rest of this process
+    technique: str = ""  # the one that the model refuses, if it does
 
     # What became of it.
     lost: list[str] = field(

@@ -10,6 +10,7 @@ from trainapp.optim.optimizers import uses_foreach
 from trainapp.sizes.failures import ErrorKind
 from trainapp.techniques.advice import advised
 from trainapp.techniques.catalogue import Situation
+from trainapp.techniques.ladder import TurnedOn, overrides_turned_on
 from trainapp.techniques.savings import Shortage, optimizer_state_size
 from trainapp.training.phase import Phase
 from trainapp.training.session import Session
@@ -50,6 +51,8 @@ def one_line(failure: Failure) -> str:
 
 
 def _rejected_samples(failure: Failure) -> str:
+    if failure.kind is ErrorKind.TECHNIQUE_REFUSED:
+        return f"with {failure.technique}"
     if failure.kind is ErrorKind.TOO_FEW_SAMPLES:
         if failure.samples == 1:
             return "a single sample"
@@ -87,6 +90,8 @@ def final_message(session: Session, failure: Failure, size: int, is_constant: bo
         lines.extend(_kernels_without_copies(session))
     lines.extend(_advice(session, failure, size))
 
+    lines.extend(_tried(session.turned_on))
+
     # Where the run can continue from.
     checkpoint = session.checkpointer.newest_name()
     if checkpoint:
@@ -94,6 +99,18 @@ def final_message(session: Session, failure: Failure, size: int, is_constant: bo
     else:
         lines.append("No checkpoint was written yet.")
     return "\n".join(lines)
+
+
+def _tried(turned_on: TurnedOn) -> list[str]:
+    """Return a line with the techniques that the run itself has tried, if any."""
+    texts = []
+    if turned_on.settings:
+        texts.append(f"turned on, which was not enough: {overrides_turned_on(turned_on.settings)}")
+    if turned_on.refused:
+        texts.append(f"tried, but refused by the model: {', '.join(turned_on.refused)}")
+    if not texts:
+        return []
+    return [f"Techniques that leave the result the same (oom.techniques=same): {'; '.join(texts)}."]
 
 
 def _kernels_without_copies(session: Session) -> list[str]:
@@ -117,7 +134,7 @@ def _kernels_without_copies(session: Session) -> list[str]:
 def _advice(session: Session, failure: Failure, size: int) -> list[str]:
     """Return lines with the techniques that would relieve most of what filled memory at a micro-batch size."""
     situation = Situation(session.config, session.state.model, session.engine.knows_loss)
-    shortage = _shortage(session, failure, size)
+    shortage = shortage_of(session, failure, size)
     advised_techniques = advised(situation, shortage)
     if not advised_techniques:
         return []
@@ -132,7 +149,7 @@ def _advice(session: Session, failure: Failure, size: int) -> list[str]:
     return lines
 
 
-def _shortage(session: Session, failure: Failure, size: int) -> Shortage:
+def shortage_of(session: Session, failure: Failure, size: int) -> Shortage:
     """Return what filled memory at a micro-batch size, with what the failed phase was about to make."""
     held = dict(failure.by_category)
     computes = failure.resident is None and failure.phase in _PHASES_WITH_ACTIVATIONS

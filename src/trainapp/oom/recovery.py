@@ -12,19 +12,21 @@ import dataclasses
 import logging
 import os
 import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from trainapp.errors import MustRestart, OutOfMemory, TrainingStopped
 from trainapp.files import OOM_REPORTS
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.picture import Picture
+from trainapp.oom.climbing import after_refusal, climb, first_sizes
 from trainapp.oom.decision import Decision, RecoveryKind
 from trainapp.oom.failure import NO_RECOVERY, Failure, Recovery
-from trainapp.oom.messages import final_message, one_line
+from trainapp.oom.messages import one_line
 from trainapp.oom.report import path_of, sizes_of_phase, write
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
 from trainapp.sizes.failures import AttemptFailure, ErrorKind, SizeChange
-from trainapp.sizes.micro_batches import MicroBatchSizes
+from trainapp.sizes.record import leave_for_restart
+from trainapp.techniques.ladder import CLIMB
 from trainapp.torch_private import release_failed_backward
 from trainapp.training.attempt import rollback
 from trainapp.training.session import Session
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 
 # Which kind of error a rank that has not failed takes over, if several ranks have failed in different ways.
 _BY_PRECEDENCE = (
+    ErrorKind.TECHNIQUE_REFUSED,
     ErrorKind.TOO_FEW_SAMPLES,
     ErrorKind.SIZE_REJECTED,
     ErrorKind.TOO_LARGE_FOR_KERNEL,
@@ -115,9 +118,10 @@ def _recovering_ranks(session: Session, failure: Failure) -> Ranks:
 
 
 def change_size(session: Session, failure: Failure, decision: Decision) -> Recovery:
-    """Choose the size of the next attempt. Raises OutOfMemory if no other one can help.
+    """Choose the size of the next attempt; none, if memory ran out and no other one can help.
 
-    Work without a size is retried unchanged, once per step. Collective: the recovering ranks.
+    Work without a size is retried unchanged, once per step. Raises TrainingStopped if no other size can help after
+    another error. Collective: the recovering ranks.
     """
     sizes = sizes_of_phase(session, failure.phase)
     size = sizes.current_size
@@ -138,7 +142,7 @@ def change_size(session: Session, failure: Failure, decision: Decision) -> Recov
     if change is None and not failure.is_out_of_memory:
         raise TrainingStopped(f"{one_line(failure)}no smaller micro-batch is left")
     if change is None:
-        raise OutOfMemory(final_message(session, failure, size, is_constant))
+        return Recovery(size, is_constant=is_constant)
     if failure.kind is ErrorKind.TOO_FEW_SAMPLES:
         session.recovery.too_few_error = ""
         if not failure.by_peer:
@@ -227,26 +231,21 @@ def end_process(session: Session, failure: Failure, decision: Decision) -> NoRet
 
     Raises MustRestart in a run of one process, and TrainingStopped if nothing can help.
     """
-    # Choose the size of the new processes. Work without a size also restarts with a smaller one: a new process may
-    # have more memory for it.
-    sizes = sizes_of_phase(session, failure.phase)
-    attempt_failure = _attempt_failure(failure)
-    if not failure.phase.depends_on_size:
-        attempt_failure = attempt_failure._replace(allocation=None)
-    change = sizes.record_failure(SingleRank(), failure=attempt_failure)
-
+    # What the new processes do differently.
     is_one_process = decision.kind is RecoveryKind.END
-    if change is None:
-        _stop(session, failure, decision.reason, is_one_process)
+    if failure.kind is ErrorKind.TECHNIQUE_REFUSED:
+        restart, difference = _after_refusal(session, failure)
+    else:
+        restart, difference = _for_new_processes(session, failure, decision, is_one_process)
     if not is_one_process:
         continuation = "all ranks restart from the last checkpoint"
     elif session.config.activity.trains:
         continuation = "a new process continues from the last checkpoint"
     else:
         continuation = "only a new process can do this work,"
-    action = f"not recoverable in place ({decision.reason}): {continuation} with {_restart_size(failure, change)}"
-    failure.recovery = Recovery(change.old, change.new, action, change.fewest_samples)
-    _leave_sizes(session, failure, sizes)
+    action = f"not recoverable in place ({decision.reason}): {continuation} with {difference}"
+    failure.recovery = dataclasses.replace(failure.recovery, action=action)
+    _leave_for_restart(session, failure, restart)
 
     # End at once where other ranks wait in collectives.
     if is_one_process:
@@ -256,6 +255,41 @@ def end_process(session: Session, failure: Failure, decision: Decision) -> NoRet
     session.ranks.announce_end()
     logging.shutdown()
     os._exit(OUT_OF_MEMORY_EXIT)
+
+
+def _for_new_processes(
+    session: Session, failure: Failure, decision: Decision, is_one_process: bool
+) -> tuple[dict[str, Any], str]:
+    """Return what new processes need to try another size or, where none is left, with a further technique; and the
+    difference in words. Sets `failure.recovery`. Raises TrainingStopped if nothing can help.
+    """
+    # Work without a size also restarts with a smaller one: a new process may have more memory for it.
+    sizes = sizes_of_phase(session, failure.phase)
+    attempt_failure = _attempt_failure(failure)
+    if not failure.phase.depends_on_size:
+        attempt_failure = attempt_failure._replace(allocation=None)
+    change = sizes.record_failure(SingleRank(), failure=attempt_failure)
+    if change is not None:
+        failure.recovery = Recovery(change.old, change.new, fewest_samples=change.fewest_samples)
+        restart = session.sizes.after_failure(sizes) | session.turned_on.facts()
+        return restart, _restart_size(failure, change)
+
+    further = climb(session, failure, Recovery(sizes.current_size), SingleRank())
+    if further is None:
+        _stop(session, failure, decision.reason, is_one_process)
+    failure.recovery = Recovery(sizes.current_size, further.first_size)
+    restart = first_sizes(session, failure, further) | {CLIMB: further.state_dict()}
+    return restart, further.text
+
+
+def _after_refusal(session: Session, failure: Failure) -> tuple[dict[str, Any], str]:
+    """Return what new processes need to try another technique than the one that the model has refused, in words, too.
+
+    Raises OutOfMemory if there is none.
+    """
+    further = after_refusal(session)
+    restart = first_sizes(session, failure, further) | {CLIMB: further.state_dict()}
+    return restart, further.text
 
 
 def _stop(session: Session, failure: Failure, reason: str, is_one_process: bool) -> NoReturn:
@@ -270,11 +304,12 @@ def _stop(session: Session, failure: Failure, reason: str, is_one_process: bool)
     raise error_type(text)
 
 
-def _leave_sizes(session: Session, failure: Failure, failing: MicroBatchSizes) -> None:
-    """Leave the sizes for the new processes in the run directory, and the report of the error."""
+def _leave_for_restart(session: Session, failure: Failure, restart: dict[str, Any]) -> None:
+    """Leave sizes and techniques for the new processes in the run directory, and the report of the error."""
     try:
-        session.sizes.leave_for_restart(session.tracker.run_dir, failing)
-        write(session, failure)
+        leave_for_restart(session.tracker.run_dir, restart)
+        if failure.is_out_of_memory:
+            write(session, failure)
     except OSError as error:  # the restart is more important than its report
         log.warning("the report of the error could not be written: %s", error)
 

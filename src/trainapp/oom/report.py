@@ -22,7 +22,7 @@ from trainapp.training.session import Session
 
 # Keys in files that differ from the fields' names; and fields that are not in files.
 FILE_KEYS = {"is_local": "alone", "failed_ranks": "culprits"}
-NOT_IN_FILES = ("events", "categories", "recovery", "kind", "others_are_informed", "fewest_samples")
+NOT_IN_FILES = ("events", "categories", "recovery", "kind", "others_are_informed", "fewest_samples", "technique")
 
 
 def sizes_of_phase(session: Session, phase: Phase) -> MicroBatchSizes:
@@ -84,9 +84,18 @@ def describe(session: Session, error: BaseException, kind: ErrorKind = ErrorKind
         samples=micro_batch.samples,
         elements=micro_batch.elements,
         broken=broken_part(error),
+        technique=_refused_technique(session, kind),
         events=events,
         categories=categories,
     )
+
+
+def _refused_technique(session: Session, kind: ErrorKind) -> str:
+    """Return the setting of the technique that the model refuses, if that is the error."""
+    climb = session.recovery.climb
+    if kind is not ErrorKind.TECHNIQUE_REFUSED or climb is None:
+        return ""
+    return climb.technique
 
 
 def _is_hosts_error(session: Session, error: BaseException, kind: ErrorKind) -> bool:

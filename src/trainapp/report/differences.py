@@ -225,7 +225,14 @@ def micro_batches(a: RunRecord, b: RunRecord) -> list[Pair] | None:
 
 
 def _micro_batches(result: Mapping[str, Any]) -> dict[str, Any]:
-    return {"sizes by step": result.get("micro_schedule"), "OOM retries": result.get("oom_restarts")}
+    turned_on = {}
+    for entry in result.get("turned_on") or ():
+        turned_on[str(entry["attempt"])] = entry["settings"]
+    return {
+        "sizes by step": result.get("micro_schedule"),
+        "OOM retries": result.get("oom_restarts"),
+        "techniques turned on, by step": turned_on,
+    }
 
 
 def dependence_on_micro_batch(a: RunRecord, b: RunRecord) -> list[str]:

@@ -189,6 +189,8 @@ def _facts(run: Mapping[str, Any]) -> list[Fact]:
     micro_size = result.get("micro_size", last_logged("batch/micro_size"))
     accumulation = f"x {result['accumulation']} accumulated" if "accumulation" in result else ""
     oom_count = result.get("oom_restarts", len(run["ooms"]))
+    turned_on = result.get("turned_on") or [{"settings": ""}]
+    techniques = turned_on[-1]["settings"]
     return [
         Fact(metric or "last loss", objective, best),
         Fact("steps", number_text(step_count), samples),
@@ -196,7 +198,7 @@ def _facts(run: Mapping[str, Any]) -> list[Fact]:
         Fact("throughput", throughput, "samples"),
         Fact("peak memory", memory_text(peak), limit_text),
         Fact("micro-batch", number_text(micro_size), accumulation),
-        Fact("OOMs", number_text(oom_count)),
+        Fact("OOMs", number_text(oom_count), f"turned on: {techniques}" if techniques else ""),
     ]
 
 

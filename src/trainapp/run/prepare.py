@@ -1,5 +1,6 @@
 """From settings to a session that is ready for its next step; also what a session starts from."""
 
+import dataclasses
 import functools
 import time
 from collections.abc import Sequence
@@ -16,8 +17,10 @@ from trainapp.planning.process import with_checkpointing_modes
 from trainapp.run import directory, resume
 from trainapp.run.first_sizes import changes_of_memory, initial_sizes
 from trainapp.run.result import forget_stop
+from trainapp.run.turned_on import climb_of, techniques_turned_on
 from trainapp.signals import AtWork, StopRequest
 from trainapp.sizes.record import take_restart
+from trainapp.techniques.ladder import Climb, TurnedOn, with_turned_on
 from trainapp.training.session import Session
 from trainapp.trials.metrics_trial import try_metrics
 
@@ -36,6 +39,8 @@ class SessionStart:
     memory: DeviceMemory | None = None  # limit and counters
     written: Sequence[str] = ()  # parameters that forwards write in place: see `Snapshot`
     task_states: dict[str, Any] = field(default_factory=dict)  # when the run began, by the task's name
+    turned_on: TurnedOn | None = None  # techniques; None: those of a restart or of the checkpoint
+    climb: Climb | None = None  # if one of them is new
 
     @property
     def is_first(self) -> bool:
@@ -57,8 +62,18 @@ def prepare(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Session:
     if start.is_first:
         log_claims(config)
     trains = config.activity.trains
+
+    # What workers that ran out of memory left, and the techniques that are turned on.
+    restart: dict[str, Any] = {}
+    if trains and start.is_first:
+        restart = take_restart(Path(config.run_dir), has_restarted, ranks)
+    climb = climb_of(start, restart)
+    turned_on = TurnedOn()
+    chosen_config = config
     if trains:
-        config = with_checkpointing_modes(config, ranks)
+        turned_on = techniques_turned_on(start, restart, checkpoint, ranks)
+        config = with_checkpointing_modes(with_turned_on(config, turned_on.settings), ranks)
+        chosen_config = _with_modes_of(config, chosen_config)
 
     # The live objects, in the checkpoint's state.
     session = build.build(config, stop, ranks, start.memory, checkpoint)
@@ -70,13 +85,17 @@ def prepare(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Session:
         session.state.sample_rows.begin(ranks)
 
     # The micro-batch sizes.
-    sizes = start.sizes
-    if sizes is None and trains:
-        sizes = take_restart(Path(config.run_dir), has_restarted, ranks)
+    sizes = start.sizes if start.sizes is not None else restart
     changes = []
     if checkpoint is not None and trains:
         changes = changes_of_memory(session, checkpoint)
     session.sizes = initial_sizes(session, sizes, saved, changes)
+
+    # The techniques that are turned on, from the coming attempt on.
+    progress = session.state.progress
+    session.turned_on = turned_on.recorded(progress.step + progress.skipped + 1)
+    session.recovery.chosen_config = chosen_config
+    session.recovery.climb = climb
 
     # What is known to depend on the micro-batch. The rest shows in training.
     session.topics_of_trials = frozenset(session.engine.draw_record.depends)
@@ -98,6 +117,16 @@ def prepare(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Session:
     if trains and ranks.is_rank_zero:
         forget_stop(Path(config.run_dir))
     return session
+
+
+def _with_modes_of(config: Config, chosen: Config) -> Config:
+    """Return the configuration that the user has chosen, with the blocks' modes that were planned for the run: a later
+    session need not plan them again.
+    """
+    settings = config.activation_checkpointing
+    if settings.mode != chosen.activation_checkpointing.mode:
+        return chosen
+    return dataclasses.replace(chosen, activation_checkpointing=settings)
 
 
 def _copied_task_states(session: Session) -> dict[str, Any]:

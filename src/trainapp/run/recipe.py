@@ -24,6 +24,7 @@ from trainapp.models import recurrent
 from trainapp.models.inspect import batchnorms, untrained_modules
 from trainapp.optim.precision import Precision, has_tf32
 from trainapp.torch_private import BatchNorm
+from trainapp.techniques.ladder import overrides_turned_on
 from trainapp.training.session import InitialWeights, Session
 from trainapp.trials.modes import OF_CHECKPOINT
 
@@ -176,6 +177,7 @@ class Recipe:
     precision: PrecisionRecipe
     tf32_is_unused: bool  # in fp32, on a device that has it
     without_cudnn: list[str]  # recurrent layers with dropout: see `models.recurrent`
+    turned_on: str  # techniques, by the run itself, as on the command line
     initial_weights: InitialWeights | None
     training: TrainingRecipe | None
 
@@ -194,6 +196,7 @@ class Recipe:
 _FILE_KEYS = {"class_name": "class"}  # by the name of the field, where they differ
 _ONLY_IF_ANY = (
     "tf32_is_unused",
+    "turned_on",
     "without_cudnn",
     "collate_draws",
     "ema",
@@ -234,7 +237,8 @@ def recipe_of(session: Session) -> Recipe:
     if device.type == "cuda":
         without_cudnn = list(recurrent.layers_with_dropout(session.state.model))
     tf32_is_unused = precision.mode == "fp32" and has_tf32(device)
-    return Recipe(model, precision, tf32_is_unused, without_cudnn, initial_weights, training)
+    turned_on = overrides_turned_on(session.turned_on.settings)
+    return Recipe(model, precision, tf32_is_unused, without_cudnn, turned_on, initial_weights, training)
 
 
 def write(run_dir: Path, recipe: Recipe) -> None:

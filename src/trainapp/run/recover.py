@@ -1,26 +1,34 @@
 """Recovery from an error of a step: in place, with another micro-batch size, or by a new session."""
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 from trainapp.checkpoint.manifest import read_manifest
 from trainapp.config.schema import Config
+from trainapp.errors import OutOfMemory
 from trainapp.memory import host
 from trainapp.oom import recovery
+from trainapp.oom.climbing import after_refusal, climb, first_sizes
 from trainapp.oom.decision import Decision, RecoveryKind, decide
 from trainapp.oom.failure import Failure, Recovery
+from trainapp.oom.messages import final_message
 from trainapp.oom.report import sizes_of_phase
 from trainapp.optim.optimizers import uses_foreach
 from trainapp.parallel.ranks import answered_by_rank_zero
 from trainapp.run import directory, resume
 from trainapp.run.prepare import SessionStart
+from trainapp.sizes.failures import ErrorKind
 from trainapp.sizes.record import EVALUATION
+from trainapp.techniques.ladder import Climb
 from trainapp.training.session import Session
 
 
 def recover(session: Session, failure: Failure) -> SessionStart | None:
     """Recover from an error as `decide` says, on all ranks that were in the step together. Call outside `except`.
 
-    Return the start of a new session if this one cannot continue. Raises TrainingStopped if no other size can help.
+    Return the start of a new session if this one cannot continue. Raises TrainingStopped if no other size or technique
+    can help.
     """
     # Count first: this worker may end, and the restarted one resumes the counts.
     if not failure.by_peer:
@@ -43,10 +51,16 @@ def recover(session: Session, failure: Failure) -> SessionStart | None:
     if decision.ends_process:
         recovery.end_process(session, failure, decision)
 
-    # Try again with another size, from before the step or from a checkpoint.
+    # Try again: from a checkpoint, with another technique, or from before the step.
     if decision.kind is RecoveryKind.FROM_CHECKPOINT:
         return _restart(session, failure, decision)
-    failure.recovery = recovery.change_size(session, failure, decision)
+    if failure.kind is ErrorKind.TECHNIQUE_REFUSED:
+        return _climb(session, failure, after_refusal(session), "the model cannot be trained with it")
+    change = recovery.change_size(session, failure, decision)
+    if not change.has_size:
+        further = _next_climb(session, failure, change)
+        return _climb(session, failure, further, "no micro-batch fits")
+    failure.recovery = change
     recovery.report(session, failure)
     return None
 
@@ -66,40 +80,76 @@ def _restart(session: Session, failure: Failure, decision: Decision) -> SessionS
         failure: the error that ended it.
         decision: to do so, and why.
     """
+    # What is different: first the optimizer's kernels, which is cheaper, then the size, then a technique.
+    if _can_spare_copies(session, failure):
+        size = sizes_of_phase(session, failure.phase).current_size
+        change = Recovery(size, size)
+        difference = "optimizer.foreach=false, whose kernels make no temporary copies of the parameters"
+        start = _next_start(session, failure, session.sizes.state_dict())
+        start = dataclasses.replace(start, config=_without_foreach(start.config))
+    else:
+        change = recovery.change_size(session, failure, decision)
+        if not change.has_size:
+            further = _next_climb(session, failure, change)
+            return _climb(session, failure, further, decision.reason)
+        difference = f"micro-batch {change.old_size} -> {change.new_size}"
+        start = _next_start(session, failure, session.sizes.state_dict())
+    action = f"{decision.reason}; {_origin_text(session, start)}, with {difference}"
+    failure.recovery = dataclasses.replace(change, action=action)
+    recovery.report(session, failure)
+    return start
+
+
+def _next_climb(session: Session, failure: Failure, change: Recovery) -> Climb:
+    """Return the climb after an error that no size avoids. Collective: all ranks, or none for a local failure.
+
+    Raises OutOfMemory if no technique can help.
+    """
+    further = None
+    is_of_one_rank_of_several = failure.is_local and session.ranks.world_size > 1
+    if not is_of_one_rank_of_several:
+        further = climb(session, failure, change, session.ranks)
+    if further is None:
+        raise OutOfMemory(final_message(session, failure, change.old_size, change.is_constant))
+    return further
+
+
+def _climb(session: Session, failure: Failure, further: Climb, reason: str) -> SessionStart:
+    """Return the start of a new session with a further technique. Collective: all ranks.
+
+    Args:
+        session: the one that ends.
+        failure: the error that ended it.
+        further: the climb.
+        reason: for it, in words.
+    """
+    start = _next_start(session, failure, first_sizes(session, failure, further))
+    start = dataclasses.replace(start, turned_on=further.turned_on, climb=further)
+    action = f"{reason}; {_origin_text(session, start)}, with {further.text}"
+    old_size = sizes_of_phase(session, failure.phase).current_size
+    failure.recovery = Recovery(old_size, further.first_size, action)
+    recovery.report(session, failure)
+    return start
+
+
+def _next_start(session: Session, failure: Failure, sizes: dict[str, Any]) -> SessionStart:
+    """Return the start of a new session from the last checkpoint, or from the start of the run. Collective: all ranks.
+
+    Args:
+        session: the one that ends.
+        failure: the error that ended it.
+        sizes: the record of the micro-batch sizes to begin with.
+    """
     # The checkpoint to start from. One that is still being written in the background may be the newest.
-    config = session.config
+    config = session.recovery.chosen_config or session.config
     session.checkpointer.finish()
     # Until this run has saved one, its directory may have those of another branch, or of an earlier run.
     has_checkpoints = session.checkpointer.has_saved or any(session.ranks.all_gather_object(directory.may_have_saved()))
     checkpoint = answered_by_rank_zero(session.ranks, lambda: resume.origin(config, has_checkpoints))
-    if checkpoint is None:
-        checkpoint_step = 0
-        origin_text = "the start"
-        resumed = "none"
-    else:
-        checkpoint_step = read_manifest(checkpoint)["step"]
-        origin_text = f"the checkpoint of step {checkpoint_step}"
-        resumed = str(checkpoint)
+    resumed = "none" if checkpoint is None else str(checkpoint)
 
-    # What is different: first the optimizer's kernels, which is cheaper, then the size.
-    if _can_spare_copies(session, failure):
-        config = _without_foreach(config)
-        size = sizes_of_phase(session, failure.phase).current_size
-        change = Recovery(size, size)
-        difference = "optimizer.foreach=false, whose kernels make no temporary copies of the parameters"
-    else:
-        change = recovery.change_size(session, failure, decision)
-        difference = f"micro-batch {change.old_size} -> {change.new_size}"
-    repeated = session.state.progress.step - checkpoint_step
-    action = (
-        f"{decision.reason}; restarting from {origin_text} and repeating {repeated} finished steps, with {difference}"
-    )
-    failure.recovery = dataclasses.replace(change, action=action)
-    recovery.report(session, failure)
-    sizes = session.sizes.state_dict()
     if not failure.evaluating:  # sizes of evaluations are then those of the checkpoint
         del sizes[EVALUATION]
-
     checkpointing = dataclasses.replace(config.checkpointing, resume=resumed)
     return SessionStart(
         config=dataclasses.replace(config, checkpointing=checkpointing),
@@ -108,7 +158,20 @@ def _restart(session: Session, failure: Failure, decision: Decision) -> SessionS
         memory=session.memory,
         written=session.snapshot.written,
         task_states=session.recovery.task_states,
+        turned_on=session.turned_on,
     )
+
+
+def _origin_text(session: Session, start: SessionStart) -> str:
+    """Return from where a new session starts, and the finished steps that it repeats, in words."""
+    resumed = start.config.checkpointing.resume
+    step = 0
+    origin = "the start"
+    if resumed != "none":
+        step = read_manifest(Path(resumed))["step"]
+        origin = f"the checkpoint of step {step}"
+    repeated = session.state.progress.step - step
+    return f"restarting from {origin} and repeating {repeated} finished steps"
 
 
 def _can_spare_copies(session: Session, failure: Failure) -> bool:

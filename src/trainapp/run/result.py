@@ -16,6 +16,7 @@ from trainapp.memory.detection import is_out_of_memory
 from trainapp.report import page
 from trainapp.report.run_files import state_of
 from trainapp.signals import TIME_IS_UP, named
+from trainapp.techniques.ladder import overrides_turned_on
 from trainapp.training import stopping
 from trainapp.training.dependence import known_dependence
 from trainapp.training.session import Session
@@ -44,6 +45,9 @@ class Result:
     oom_restarts: int  # since the run began, over all its processes
     # Sizes by step (with several updates, by name); as batch.micro_schedule it replays the sizes of this run.
     micro_schedule: dict[Any, Any]
+    # Techniques that the run has turned on: each with the `attempt` at a step from which on its `settings` were in
+    # force, and the `command` that trains with them from the start.
+    turned_on: list[dict[str, Any]]
     peak_memory_bytes: int
     peak_reserved_bytes: int  # including the allocator's unused cache, which counts towards the limit on CUDA
     samples_per_second: float
@@ -84,6 +88,7 @@ def result_of(session: Session) -> Result:
         accumulation=session.batches.accumulation(size),
         oom_restarts=session.ranks.all_reduce_max(session.sizes.oom_restarts)[0],
         micro_schedule=session.sizes.micro_schedule(),
+        turned_on=session.turned_on.history(session.config.command),
         peak_memory_bytes=max(peaks),
         peak_reserved_bytes=max(reserved_peaks),
         samples_per_second=session.meter.samples_per_second(),
@@ -142,7 +147,7 @@ def _note(progress: Progress, has_best: bool) -> str | None:
 def read(run_dir: Path) -> Result | None:
     """Return the result written by `write`; None if it is missing, unreadable or of an older version."""
     try:
-        facts = {"run_dir": run_dir} | json.loads((run_dir / RESULT).read_text())
+        facts = {"run_dir": run_dir, "turned_on": []} | json.loads((run_dir / RESULT).read_text())
         # Its steps are numbers, of which JSON makes strings.
         batch = Batch(micro_schedule=facts["micro_schedule"] or None)
         facts["micro_schedule"] = batch.micro_schedule or {}
@@ -283,8 +288,21 @@ def _training_rows(session: Session, result: Result) -> list[tuple[str, str]]:
         rows.append(("peak memory", _peak_text(session, result)))
         rows.append(("micro-batch", _micro_batch_text(session)))
     rows.append(("OOM retries", str(result.oom_restarts)))
+    if session.turned_on.settings:
+        rows.append(("turned on", _turned_on_text(session)))
     rows.append(("checkpoint", result.checkpoint or "none"))
     return rows
+
+
+def _turned_on_text(session: Session) -> str:
+    """Return the techniques that are turned on, from which attempt on, and the speed before."""
+    turned_on = session.turned_on
+    attempt = max(turned_on.by_attempt)
+    text = f"{overrides_turned_on(turned_on.settings)}, from step {attempt} on"
+    climb = session.recovery.climb
+    if climb is not None and climb.samples_per_second is not None:
+        text += f" ({climb.samples_per_second:.0f} samples/s before)"
+    return text
 
 
 def _peak_text(session: Session, result: Result) -> str:

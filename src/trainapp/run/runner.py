@@ -5,6 +5,7 @@ same session continues or a new one begins.
 """
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import logging
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainapp.config.schema import Config
-from trainapp.errors import OUT_OF_MEMORY, add_note
+from trainapp.errors import OUT_OF_MEMORY, OutOfMemory, add_note, summary_of
 from trainapp.files import RECIPE
 from trainapp.inference import generate, predict
 from trainapp.memory import host
@@ -62,10 +63,16 @@ def run(config: Config, ranks: Ranks | None = None) -> Result:
 def _run_session(start: SessionStart, stop: StopRequest, ranks: Ranks) -> SessionStart | Result:
     """Run to the end, or to an error after which a new session must begin: return what that one starts from."""
     session = _build(start, stop, ranks)
+    if isinstance(session, SessionStart):
+        return session
     stop.at_work = functools.partial(stopping.at_work, session)
     with contextlib.closing(session), _memory_guard(session), _failures_recorded(session):
+        if start.is_first or start.climb is not None:
+            facts = recipe.recipe_of(session)
+            _write_recipe(session, facts)
         if start.is_first:
-            _print_recipe(session)
+            for line in recipe_text.printed_lines(facts):
+                log.info("%s", line)
             warn_of_trials(session)
             reporting.warn_of_unknown_epochs(session)
         next_start = _run_with_retries(session)
@@ -78,8 +85,11 @@ def _run_session(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Sessio
     return result
 
 
-def _build(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Session:
-    """Return the session that `prepare` builds. If its memory runs out, say so in result.json, too."""
+def _build(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Session | SessionStart:
+    """Return the session that `prepare` builds. If its memory runs out, say so in result.json, too.
+
+    Return the start of another session if this one cannot be built with a technique that was turned on.
+    """
     config = start.config
     is_saved = config.continues and resume.names_a_checkpoint(config)
     stop.at_work = functools.partial(AtWork, is_saved=is_saved)  # referred to the session before, if any
@@ -89,10 +99,34 @@ def _build(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Session:
         with explain_out_of_memory(config, ranks):
             return prepare(start, stop, ranks)
     except Exception as error:
-        # A mistake is in the exit code, and leaves no trace of the run.
-        if kind_of(error) == OUT_OF_MEMORY and config.activity.trains and ranks.is_rank_zero:
-            write_building_failure(config, error)
-        raise
+        refusal = summary_of(error)
+        is_refusal = start.climb is not None and ranks.world_size == 1
+        if not is_refusal:
+            _record_building_failure(config, error, ranks)
+            raise
+    return _without_refused(start, refusal, ranks)  # after the error, whose traceback keeps what was built
+
+
+def _without_refused(start: SessionStart, refusal: str, ranks: Ranks) -> SessionStart:
+    """Return the start of a session with another technique than the one with which none could be built.
+
+    Raises OutOfMemory, with the message of the error that no size avoided, if there is none.
+    """
+    refused = start.climb
+    assert refused is not None, "see `_build`"
+    further = refused.after_refusal()
+    if further is None:
+        end = OutOfMemory(refused.message)
+        _record_building_failure(start.config, end, ranks)
+        raise end
+    log.warning("%s cannot be used (%s): going on with %s", refused.technique, refusal, further.text)
+    return dataclasses.replace(start, climb=further, turned_on=further.turned_on)
+
+
+def _record_building_failure(config: Config, error: Exception, ranks: Ranks) -> None:
+    """Write result.json if memory ran out. A mistake is in the exit code, and leaves no trace of the run."""
+    if kind_of(error) == OUT_OF_MEMORY and config.activity.trains and ranks.is_rank_zero:
+        write_building_failure(config, error)
 
 
 def _memory_guard(session: Session) -> contextlib.AbstractContextManager[Any]:
@@ -117,11 +151,8 @@ def _failures_recorded(session: Session) -> Iterator[None]:
         raise
 
 
-def _print_recipe(session: Session) -> None:
-    """Print how the run trains, and write it to recipe.json."""
-    facts = recipe.recipe_of(session)
-    for line in recipe_text.printed_lines(facts):
-        log.info("%s", line)
+def _write_recipe(session: Session, facts: recipe.Recipe) -> None:
+    """Write how the run trains to recipe.json."""
     if session.config.activity.trains and session.ranks.is_rank_zero:
         try:
             recipe.write(session.tracker.run_dir, facts)

@@ -9,12 +9,13 @@ from trainapp.sizes.search import FailedAllocation, SizeSearch
 
 
 class ErrorKind(Enum):
-    """An error that another micro-batch size may avoid."""
+    """An error that another micro-batch size, or another technique, may avoid."""
 
     OUT_OF_MEMORY = "memory ran out"
     TOO_FEW_SAMPLES = "the model cannot run so few samples"
     SIZE_REJECTED = "the model fails with a size that is larger than the validated one"
     TOO_LARGE_FOR_KERNEL = "a kernel cannot index so many elements, or start so many blocks"
+    TECHNIQUE_REFUSED = "the model cannot be trained with a technique that was turned on"
     NO_ENGINE = "cuDNN has no deterministic algorithm for a convolution"
 
 

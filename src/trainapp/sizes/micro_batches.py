@@ -114,6 +114,7 @@ class MicroBatchSizes:
 
     Args:
         start: the size of the first shape; no later one begins with more.
+        first: a smaller size with which every shape begins, to grow from there; None: `start`.
         clean_steps, grow, smallest, reserve: see `SizeSearch`.
     """
 
@@ -122,6 +123,7 @@ class MicroBatchSizes:
     grow: bool = True
     smallest: int = 1
     reserve: float = 0.0
+    first: int | None = None
     limit: int | None = None  # the most samples of a micro-batch, whatever fits; None: no such limit
     searches: dict[int, SizeSearch] = field(default_factory=dict)  # by bucket
     # What this rank has run, by bucket.
@@ -136,7 +138,12 @@ class MicroBatchSizes:
     @property
     def size(self) -> int:
         """The largest current size: the number of samples fetched at a time."""
-        return max((search.size for search in self.searches.values()), default=self.start)
+        return max((search.size for search in self.searches.values()), default=self._first_size)
+
+    @property
+    def _first_size(self) -> int:
+        """The size of a shape of which nothing is known."""
+        return self.start if self.first is None else min(self.first, self.start)
 
     @property
     def current_size(self) -> int:
@@ -224,14 +231,18 @@ class MicroBatchSizes:
         """
         if bucket in self.searches:
             return self.searches[bucket]
-        size = self.start
+        size = self._first_size
         if bucket:
             for failed_bucket, failed in self.searches.items():
                 if failed.smallest_failing:
                     size_of_as_many_elements = int(failed.size * failed_bucket / bucket)
                     size = min(size, size_of_as_many_elements)
         size = min(max(size, self.smallest), self.start)
-        return SizeSearch(size, self.clean_steps, self.grow, self.smallest, self.reserve)
+        search = SizeSearch(size, self.clean_steps, self.grow, self.smallest, self.reserve)
+        if self.first is not None and self.grow:
+            search.most = self.start
+            search.search_has_ended = False
+        return search
 
     def _stored_search(self, bucket: int) -> SizeSearch:
         """Return a bucket's search; store a new one. Call on all ranks."""
@@ -253,6 +264,7 @@ class MicroBatchSizes:
         self._forget_attempt()
         if isinstance(sizes, int):
             self.start = sizes
+            self.first = None
             sizes = dict.fromkeys(self.searches, sizes)
         for bucket, size in sizes.items():
             search = self._stored_search(bucket)
@@ -457,6 +469,8 @@ class MicroBatchSizes:
         """Return primitives only."""
         buckets = {bucket: search.state_dict() for bucket, search in self.searches.items()}
         state: dict[str, Any] = {"start": self.start, "buckets": buckets}
+        if self.first is not None:
+            state["first"] = self.first
         if self.limit is not None:
             state["limit"] = self.limit
         return state
@@ -470,6 +484,7 @@ class MicroBatchSizes:
         """
         if is_lower:
             self.start = min(self.start, saved["start"])
+        self.first = saved.get("first")  # only where the search has begun anew with it
         limit = saved.get("limit")  # not in checkpoints of earlier versions, nor where there is none
         if limit is not None:
             self.limit = limit

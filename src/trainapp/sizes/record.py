@@ -1,6 +1,7 @@
 """All micro-batch sizes of a run, and their record: in checkpoints, in result.json and for restarted workers."""
 
 import contextlib
+import sys
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -56,9 +57,9 @@ class Sizes:
         state["used"] = {name: sizes.schedule.recorded for name, sizes in self.by_update.items()}
         return state | self._counts()
 
-    def leave_for_restart(self, run_dir: Path, failing: MicroBatchSizes) -> None:
-        """Write restart.json: the failing sizes, earlier failures, which may be in no checkpoint yet, and the counts of
-        recoveries. Raises OSError if it cannot be written.
+    def after_failure(self, failing: MicroBatchSizes) -> dict[str, Any]:
+        """Return what restarted workers need: the failing sizes, earlier failures, which may be in no checkpoint yet,
+        and the counts of recoveries.
         """
         restart: dict[str, Any] = {}
         for key, sizes in self._by_key().items():
@@ -66,9 +67,20 @@ class Sizes:
             has_failed_before = any(search.smallest_failing is not None for search in searches)
             if sizes is failing or has_failed_before:
                 restart[key] = sizes.state_dict()
-        restart |= self._counts()
-        with atomic_write(run_dir / RESTART) as file:
-            file.write(strict_json(restart))
+        return restart | self._counts()
+
+    def beginning_with(self, size: int, failing: MicroBatchSizes) -> dict[str, Any]:
+        """Return a record like `state_dict` in which the search of the failing sizes begins anew, with a small size.
+
+        Args:
+            size: the first one.
+            failing: the sizes.
+        """
+        state = self.state_dict()
+        for key, sizes in self._by_key().items():
+            if sizes is failing:
+                state[key] = MicroBatchSizes(sys.maxsize, first=size).state_dict()
+        return state
 
     def _counts(self) -> dict[str, int]:
         return {"oom_restarts": self.oom_restarts, "recoveries": self.recoveries}
@@ -77,6 +89,17 @@ class Sizes:
         by_key = {key_of(name): sizes for name, sizes in self.by_update.items()}
         by_key[EVALUATION] = self.evaluation
         return by_key
+
+
+def leave_for_restart(run_dir: Path, restart: dict[str, Any]) -> None:
+    """Write restart.json. Raises OSError if it cannot be written.
+
+    Args:
+        run_dir: of the run.
+        restart: sizes and counts, as a `Sizes` returns them, and what else the restarted workers need.
+    """
+    with atomic_write(run_dir / RESTART) as file:
+        file.write(strict_json(restart))
 
 
 def take_restart(run_dir: Path, has_restarted: bool, ranks: Ranks) -> dict[str, Any]:

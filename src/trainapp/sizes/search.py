@@ -104,6 +104,7 @@ class SizeSearch:
     last_failure: FailedAllocation | None = None  # of the last failure in a row
     must_try_smallest: bool = False  # whether fewer samples asked for as much, since a size last fitted
     flushed_steps: int = 0  # steps of this size for which the device's allocator had to free its cache
+    most: int = 0  # the largest size worth trying where none has failed yet: of a search that began with a small one
 
     @property
     def is_validated(self) -> bool:
@@ -256,6 +257,8 @@ class SizeSearch:
         }
         if self.flushed_steps:
             progress["flushed_steps"] = self.flushed_steps
+        if self.most:
+            progress["most"] = self.most
         return [
             self.size,
             self.largest_validated,
@@ -289,6 +292,8 @@ class SizeSearch:
         self.search_has_ended = has_ended or not self.grow
         if allocation is not None:
             self.last_failure = FailedAllocation(*allocation)
+        if progress is not None:
+            self.most = min(progress.get("most", 0), largest_size)
 
         # How far it has come holds for the saved size only.
         if progress is not None and self.size == size:
@@ -363,20 +368,35 @@ class SizeSearch:
     def _larger_size(self) -> int | None:
         """Return the next size after a validated one; None if the line or a failure excludes every one worth trying."""
         smallest_worth_trying = self.size + max(1, math.ceil(SMALLEST_GAIN * self.size))
-        if self.smallest_failing is None or self.smallest_failing <= smallest_worth_trying:
+        if self.smallest_failing is None:
+            return self._larger_untried_size(smallest_worth_trying)
+        if self.smallest_failing <= smallest_worth_trying:
             return None
 
         # The line excludes them: believe it, unless a single measured size determines it.
         size_at_limit = self._size_at_limit()
         if size_at_limit < smallest_worth_trying:
-            is_line_of_two_sizes = min(self.peaks) < self.size
-            return None if is_line_of_two_sizes else smallest_worth_trying
+            return None if self._line_has_two_sizes() else smallest_worth_trying
 
         # Otherwise the size on the line, less a margin.
         next_size = SAFETY_FACTOR * size_at_limit
         if next_size >= self.smallest_failing:  # no peak is known, or a failure has disproved the line
             return (self.size + self.smallest_failing) // 2
         return max(self.size + 1, int(next_size))
+
+    def _larger_untried_size(self, smallest_worth_trying: int) -> int | None:
+        """Return the next size where none has failed: as large as the line allows, and at most `most`."""
+        if self.size >= self.most:
+            return None
+        size_at_limit = self._size_at_limit()
+        if size_at_limit < smallest_worth_trying:
+            return None if self._line_has_two_sizes() else min(smallest_worth_trying, self.most)
+        next_size = int(min(SAFETY_FACTOR * size_at_limit, self.most))
+        return max(self.size + 1, next_size)
+
+    def _line_has_two_sizes(self) -> bool:
+        """Return whether two measured sizes determine the line, not one and the origin."""
+        return min(self.peaks) < self.size
 
     def _size_at_limit(self) -> float:
         """Return the size at which the line through the measured peaks reaches the limit, less the reserve; inf if it

@@ -142,15 +142,9 @@ def save(session: Session) -> None:
         session.engine.nonfinite.check()
         compare_ranks(session)
         session.strategy.broadcast_buffers(except_for=session.state.sample_rows.names)
-        facts = {
-            "budget": session.memory.budget,
-            "draws": session.engine.draw_record.state_dict(),
-            **session.sizes.state_dict(),
-            "seconds": session.meter.seconds,
-        }
         is_best = progress.best_step == progress.step
         with session.meter.pause():
-            session.checkpointer.save(progress.step, session.config.to_dict(), facts, is_best)
+            session.checkpointer.save(progress.step, session.config.to_dict(), session.resume_facts(), is_best)
         stopping.accept_late_stop(session)
 
 

@@ -22,6 +22,7 @@ from trainapp.parallel.strategy import Strategy
 from trainapp.signals import StopRequest
 from trainapp.sizes.record import Sizes
 from trainapp.state.snapshot import Snapshot, State
+from trainapp.techniques.ladder import Climb, TurnedOn
 from trainapp.tracking.meter import Meter
 from trainapp.tracking.tracker import Tracker
 from trainapp.training.engine import Engine, Totals
@@ -103,6 +104,8 @@ class RecoveryState:
 
     task_states: dict[str, Any] = field(default_factory=dict)  # of the run's start, where a new session may begin again
     retried_step: int = -1  # the last step retried at the same size
+    chosen_config: Config | None = None  # without the techniques that are turned on
+    climb: Climb | None = None  # with which this session began, if it has turned on a technique
     too_few_error: str = ""  # the model's error for too few samples, in parentheses; empty if there was none
 
 
@@ -110,7 +113,7 @@ class RecoveryState:
 class Session:
     """The live objects of one process."""
 
-    config: Config
+    config: Config  # with the techniques that are turned on
     engine: Engine  # computes gradients and commits them
     ranks: Ranks
     batches: TrainBatches
@@ -136,6 +139,7 @@ class Session:
     evaluated_sets: set[str] = field(default_factory=set)  # names of sets of which two micro-batches were evaluated
     # Follows a step's micro-batches: `trials.later_steps`, which belongs to a room above this one.
     later_check: Callable[["Session", Iterator[MicroBatch]], Iterator[MicroBatch]] | None = None
+    turned_on: TurnedOn = field(default_factory=TurnedOn)  # techniques, by the run itself
     exactness_checks_left: int = 0  # updates that `train.check_exactness` has yet to compare
     sizes: Sizes = field(init=False)  # micro-batch sizes; chosen after a checkpoint is read
 
@@ -240,6 +244,16 @@ class Session:
         """Whether a step that runs out of memory is retried by these processes. Otherwise all workers restart."""
         recovers = self.strategy.recovers_in_place and self.config.parallel.vote_on_oom != "never"
         return recovers or self.ranks.world_size == 1
+
+    def resume_facts(self) -> dict[str, Any]:
+        """Return what a checkpoint tells a resumed run about sizes, techniques and draws: plain values."""
+        return {
+            "budget": self.memory.budget,
+            "draws": self.engine.draw_record.state_dict(),
+            **self.sizes.state_dict(),
+            **self.turned_on.facts(),
+            "seconds": self.meter.seconds,
+        }
 
     def measure_length(self) -> None:
         """Recompute the run's length from its current position, and everything that depends on it.

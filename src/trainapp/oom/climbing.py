@@ -1,0 +1,76 @@
+"""Climbing the ladder: the techniques that a run turns on when no micro-batch size fits, chosen by all ranks."""
+
+from typing import Any
+
+from trainapp.errors import OutOfMemory
+from trainapp.oom.failure import Failure, Recovery
+from trainapp.oom.messages import final_message, shortage_of
+from trainapp.oom.report import sizes_of_phase
+from trainapp.parallel.ranks import Ranks
+from trainapp.techniques.catalogue import Situation
+from trainapp.techniques.ladder import Climb, next_techniques
+from trainapp.training.session import Session
+
+
+def climb(session: Session, failure: Failure, change: Recovery, ranks: Ranks) -> Climb | None:
+    """Choose the technique to turn on after an error that no size avoids. None if none may be, or none can help.
+    Collective: `ranks`.
+
+    Args:
+        session: whose work has failed.
+        failure: the error.
+        change: the answer to it, without a size.
+        ranks: those that choose together.
+    """
+    config = session.config
+    is_of_host_beside_a_device = failure.host and session.state.device.type != "cpu"
+    if config.oom.techniques == "none" or not config.activity.trains or is_of_host_beside_a_device:
+        return None
+    candidates = _common_candidates(session, failure, change.old_size, ranks)
+    if not candidates:
+        return None
+
+    speed = session.meter.samples_per_second() if session.meter.samples else None
+    technique, *others = candidates
+    return Climb(
+        technique,
+        session.turned_on,
+        tuple(others),
+        first_size=2 * change.old_size,
+        samples_per_second=speed,
+        message=final_message(session, failure, change.old_size, change.is_constant),
+    )
+
+
+def after_refusal(session: Session) -> Climb:
+    """Return a climb with another technique than the one that the model has refused.
+
+    Raises OutOfMemory, with the message of the error that no size avoided, if no other one can help.
+    """
+    refused = session.recovery.climb
+    assert refused is not None, "only a climb can be refused"
+    further = refused.after_refusal()
+    if further is None:
+        raise OutOfMemory(refused.message)
+    return further
+
+
+def _common_candidates(session: Session, failure: Failure, size: int, ranks: Ranks) -> tuple[str, ...]:
+    """Return the settings that would help every rank that has run out of memory, in the order of the first one."""
+    candidates_here = None
+    if not failure.by_peer:
+        situation = Situation(session.config, session.state.model, session.engine.knows_loss)
+        shortage = shortage_of(session, failure, size)
+        candidates_here = next_techniques(situation, shortage, session.turned_on.refused)
+
+    by_rank = [candidates for candidates in ranks.all_gather_object(candidates_here) if candidates is not None]
+    common = []
+    for setting in by_rank[0]:
+        if all(setting in candidates for candidates in by_rank):
+            common.append(setting)
+    return tuple(common)
+
+
+def first_sizes(session: Session, failure: Failure, climb: Climb) -> dict[str, Any]:
+    """Return the record of the micro-batch sizes with which a climb begins: see `Sizes.beginning_with`."""
+    return session.sizes.beginning_with(climb.first_size, sizes_of_phase(session, failure.phase))

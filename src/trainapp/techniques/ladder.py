@@ -1,0 +1,232 @@
+"""The ladder: techniques that a run turns on by itself, one after the other, when no micro-batch fits.
+
+Only techniques that leave the result the same. Each climb begins a new session, with all that is turned on so far. What
+the user sets on the command line stays as it is.
+"""
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainapp.config.schema import Config
+from trainapp.memory.live_tensors import Category
+from trainapp.techniques.catalogue import TECHNIQUES, Situation, Technique, available, overrides_of, with_techniques
+from trainapp.techniques.savings import Shortage
+
+LOSS_CHUNK = "memory.loss_chunk=auto"
+# The cheapest first: recomputing costs less time than copies to the host, except for those of a block's inputs.
+LADDER = (
+    "activation_checkpointing=selective",
+    "activation_checkpointing=full",
+    LOSS_CHUNK,
+    "memory.offload_activations=inputs activation_checkpointing=full",
+    "memory.offload_activations=all",
+    "optimizer.offload=true",
+)
+# Keys in checkpoints and in restart.json.
+TURNED_ON = "turned_on"
+CLIMB = "climb"
+LEAST_SHARE = 0.05  # of what is missing: a technique that saves less is not turned on
+
+
+@dataclass(frozen=True)
+class TurnedOn:
+    """The techniques that a run has turned on by itself.
+
+    Attributes:
+        settings: those in force, as on the command line.
+        by_attempt: the settings from an attempt at a step on, by its number, of the whole run.
+        refused: settings that the model cannot be trained with.
+        memory: in words, the memory that they were turned on for: with another one they may not be needed.
+    """
+
+    settings: tuple[str, ...] = ()
+    by_attempt: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
+    memory: str = ""
+
+    def recorded(self, attempt: int) -> "TurnedOn":
+        """Return these with the settings in force from an attempt on, unless they were in force before."""
+        by_attempt = {first: settings for first, settings in self.by_attempt.items() if first < attempt}
+        last = by_attempt[max(by_attempt)] if by_attempt else ()
+        if last != self.settings:
+            by_attempt[attempt] = self.settings
+        return dataclasses.replace(self, by_attempt=by_attempt)
+
+    def history(self, command: str) -> list[dict[str, Any]]:
+        """Return what was turned on by attempt, for result.json: each with the command that trains so from the start.
+
+        Args:
+            command: the run's.
+        """
+        entries = []
+        for attempt, settings in self.by_attempt.items():
+            overrides = overrides_turned_on(settings)
+            command_with_settings = f"{command} {overrides} oom.techniques=none"
+            entries.append({"attempt": attempt, "settings": overrides, "command": command_with_settings})
+        return entries
+
+    def facts(self) -> dict[str, Any]:
+        """Return the entry of a checkpoint or of restart.json; empty if nothing was ever turned on."""
+        if not (self.settings or self.by_attempt):
+            return {}
+        return {TURNED_ON: self.state_dict()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {
+            "settings": list(self.settings),
+            "by_attempt": {attempt: list(settings) for attempt, settings in self.by_attempt.items()},
+            "refused": list(self.refused),
+            "memory": self.memory,
+        }
+
+    @classmethod
+    def of_state_dict(cls, state: Mapping[str, Any]) -> "TurnedOn":
+        """Return what a `state_dict` describes, whose keys may be strings, as in JSON."""
+        by_attempt = {int(attempt): tuple(settings) for attempt, settings in state.get("by_attempt", {}).items()}
+        return cls(
+            tuple(state.get("settings", ())),
+            by_attempt,
+            tuple(state.get("refused", ())),
+            state.get("memory", ""),
+        )
+
+
+@dataclass(frozen=True)
+class Climb:
+    """One more technique that is turned on, in a new session that has not made a step with it yet.
+
+    Attributes:
+        technique: its setting.
+        before: the techniques that were turned on before.
+        others: the settings of those that may be turned on instead if the model refuses it, the best first.
+        first_size: the micro-batch size with which the search begins anew.
+        samples_per_second: of the session before; None if it has made no step.
+        message: what the user reads if the model refuses all of them.
+    """
+
+    technique: str
+    before: TurnedOn
+    others: tuple[str, ...]
+    first_size: int
+    samples_per_second: float | None
+    message: str
+
+    @property
+    def text(self) -> str:
+        """What is different in the new session, in words."""
+        beside = [setting for setting in self.turned_on.settings if setting != self.technique]
+        text = f"{self.technique} turned on"
+        if beside:
+            text += f" beside {overrides_turned_on(beside)}"
+        return f"{text} (oom.techniques=same: the result stays the same), micro-batch {self.first_size}"
+
+    @property
+    def turned_on(self) -> TurnedOn:
+        """All techniques that are turned on, with this one."""
+        return dataclasses.replace(self.before, settings=settings_with(self.before.settings, self.technique))
+
+    def after_refusal(self) -> "Climb | None":
+        """Return a climb with another technique than this one, which the model has refused; None without any left."""
+        if not self.others:
+            return None
+        before = dataclasses.replace(self.before, refused=(*self.before.refused, self.technique))
+        return dataclasses.replace(self, technique=self.others[0], others=self.others[1:], before=before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values, for restart.json."""
+        return dataclasses.asdict(self) | {"before": self.before.state_dict(), "others": list(self.others)}
+
+    @classmethod
+    def of_state_dict(cls, state: Mapping[str, Any]) -> "Climb":
+        """Return what a `state_dict` describes."""
+        before = TurnedOn.of_state_dict(state["before"])
+        return cls(**{**state, "before": before, "others": tuple(state["others"])})
+
+
+def techniques_of(settings: Iterable[str]) -> list[Technique]:
+    """Return the techniques with these settings, in this order."""
+    by_setting = {technique.setting: technique for technique in TECHNIQUES}
+    return [by_setting[setting] for setting in settings if setting in by_setting]
+
+
+def with_turned_on(config: Config, settings: Iterable[str]) -> Config:
+    """Return the configuration with techniques that were turned on, except for what the command line sets."""
+    techniques = [technique for technique in techniques_of(settings) if not _is_chosen(technique, config)]
+    changed = with_techniques(config, techniques)
+    checkpointing = changed.activation_checkpointing
+    if checkpointing.mode != config.activation_checkpointing.mode:  # the modes that `auto` has chosen no longer apply
+        checkpointing = dataclasses.replace(checkpointing, modes=None)
+        changed = dataclasses.replace(changed, activation_checkpointing=checkpointing)
+    return changed
+
+
+def overrides_turned_on(settings: Iterable[str]) -> str:
+    """Return techniques that were turned on, as on the command line."""
+    return " ".join(overrides_of(techniques_of(settings)))
+
+
+def settings_with(settings: Iterable[str], technique: str) -> tuple[str, ...]:
+    """Return the settings of techniques with another one, which replaces those that set nothing else."""
+    (new,) = techniques_of([technique])
+    kept = []
+    for earlier in techniques_of(settings):
+        is_replaced = earlier.changes.keys() <= new.changes.keys()
+        if not is_replaced:
+            kept.append(earlier.setting)
+    return (*kept, new.setting)
+
+
+def next_techniques(situation: Situation, shortage: Shortage, refused: Collection[str] = ()) -> list[str]:
+    """Return the settings of the techniques that may be turned on next, the best first; none if they cannot help.
+
+    First those that may save all that is missing, the cheapest first; then the others, the largest first. Where logits
+    are most of the activations, the loss in chunks is the best.
+
+    Args:
+        situation: of the run.
+        shortage: what filled memory.
+        refused: settings that the model cannot be trained with.
+    """
+    saved_by_setting: dict[str, float] = {}
+    saved_by_category: dict[Category, float] = {}
+    for technique in available(situation):
+        if technique.setting not in LADDER or technique.setting in refused or _is_chosen(technique, situation.config):
+            continue
+        savings = technique.savings(situation, shortage)
+        saved = sum(savings.values())
+        if saved <= LEAST_SHARE * shortage.missing:
+            continue
+        saved_by_setting[technique.setting] = saved
+        for category, bytes_of_category in savings.items():
+            saved_by_category[category] = saved_by_category.get(category, 0) + bytes_of_category
+
+    # Together they save at most what there is.
+    most = float(shortage.requested)
+    for category, saved in saved_by_category.items():
+        most += min(saved, shortage.of(category))
+    if most < shortage.missing:
+        return []
+
+    # The cheapest first, unless it cannot be enough by itself.
+    activations = shortage.of(Category.ACTIVATIONS) + shortage.requested
+    logits_dominate = saved_by_setting.get(LOSS_CHUNK, 0) > activations / 2
+
+    def rank(setting: str) -> tuple[bool, float]:
+        saved = saved_by_setting[setting]
+        is_enough = saved >= shortage.missing
+        if not is_enough:
+            return (True, -saved)
+        if setting == LOSS_CHUNK and logits_dominate:
+            return (False, -1)
+        return (False, LADDER.index(setting))
+
+    return sorted(saved_by_setting, key=rank)
+
+
+def _is_chosen(technique: Technique, config: Config) -> bool:
+    """Return whether the command line sets what the technique would."""
+    names = [override.partition("=")[0] for override in technique.setting.split()]
+    return any(config.chooses(name) for name in names)
