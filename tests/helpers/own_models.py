@@ -1,5 +1,7 @@
 """Models whose allocation has a size chosen by the test, and one with unusual blocks."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -275,3 +277,16 @@ def of_floats(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int, 
     """Gives the model another dtype than its own in evaluation."""
     outputs = model(batch["inputs"] if model.training else batch["inputs"].double())
     return outputs.square().sum(), len(outputs), {}
+
+
+def not_in_a_backward(vocab_size: int, **settings: Any) -> nn.Module:
+    """A GPT whose blocks cannot be recomputed."""
+    model = GPT(vocab_size, **settings)
+    for block in model.blocks():
+        block.mlp.register_forward_pre_hook(_refuse_in_a_backward)
+    return model
+
+
+def _refuse_in_a_backward(part: nn.Module, inputs: Any) -> None:
+    if torch._C._current_graph_task_id() != -1:
+        raise RuntimeError("this block keeps its own state: it cannot run twice")

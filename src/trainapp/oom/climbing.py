@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from trainapp.errors import OutOfMemory
 from trainapp.oom.failure import Failure, Recovery
 from trainapp.oom.messages import final_message, shortage_of
 from trainapp.oom.report import sizes_of_phase
@@ -40,19 +39,6 @@ def climb(session: Session, failure: Failure, change: Recovery, ranks: Ranks) ->
         samples_per_second=speed,
         message=final_message(session, failure, change.old_size, change.is_constant),
     )
-
-
-def after_refusal(session: Session) -> Climb:
-    """Return a climb with another technique than the one that the model has refused.
-
-    Raises OutOfMemory, with the message of the error that no size avoided, if no other one can help.
-    """
-    refused = session.recovery.climb
-    assert refused is not None, "only a climb can be refused"
-    further = refused.after_refusal()
-    if further is None:
-        raise OutOfMemory(refused.message)
-    return further
 
 
 def _common_candidates(session: Session, failure: Failure, size: int, ranks: Ranks) -> tuple[str, ...]:

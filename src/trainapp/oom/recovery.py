@@ -18,7 +18,7 @@ from trainapp.errors import MustRestart, OutOfMemory, TrainingStopped
 from trainapp.files import OOM_REPORTS
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.picture import Picture
-from trainapp.oom.climbing import after_refusal, climb, first_sizes
+from trainapp.oom.climbing import climb, first_sizes
 from trainapp.oom.decision import Decision, RecoveryKind
 from trainapp.oom.failure import NO_RECOVERY, Failure, Recovery
 from trainapp.oom.messages import one_line
@@ -26,7 +26,7 @@ from trainapp.oom.report import path_of, sizes_of_phase, write
 from trainapp.parallel.ranks import OUT_OF_MEMORY_EXIT, Ranks, SingleRank
 from trainapp.sizes.failures import AttemptFailure, ErrorKind, SizeChange
 from trainapp.sizes.record import leave_for_restart
-from trainapp.techniques.ladder import CLIMB
+from trainapp.techniques.ladder import CLIMB, Climb
 from trainapp.torch_private import release_failed_backward
 from trainapp.training.attempt import rollback
 from trainapp.training.session import Session
@@ -283,13 +283,27 @@ def _for_new_processes(
 
 
 def _after_refusal(session: Session, failure: Failure) -> tuple[dict[str, Any], str]:
-    """Return what new processes need to try another technique than the one that the model has refused, in words, too.
-
-    Raises OutOfMemory if there is none.
+    """Return what new processes need to try another technique than the one that the model has refused; and the
+    difference in words. Raises OutOfMemory if there is none.
     """
-    further = after_refusal(session)
+    further = without_refused(session, failure)
     restart = first_sizes(session, failure, further) | {CLIMB: further.state_dict()}
     return restart, further.text
+
+
+def without_refused(session: Session, failure: Failure) -> Climb:
+    """Return a climb with another technique than the one that the model has refused.
+
+    Raises OutOfMemory, with the message of the error that no size avoided, if no other one can help.
+    """
+    refused = session.recovery.climb
+    assert refused is not None, "only a climb can be refused"
+    further = refused.after_refusal()
+    if further is None:
+        failure.recovery = dataclasses.replace(NO_RECOVERY, action="no other technique can help")
+        report(session, failure)
+        raise OutOfMemory(refused.message)
+    return further
 
 
 def _stop(session: Session, failure: Failure, reason: str, is_one_process: bool) -> NoReturn:

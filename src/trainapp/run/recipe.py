@@ -23,8 +23,8 @@ from trainapp.losses.losses import Task, unchecked
 from trainapp.models import recurrent
 from trainapp.models.inspect import batchnorms, untrained_modules
 from trainapp.optim.precision import Precision, has_tf32
-from trainapp.torch_private import BatchNorm
 from trainapp.techniques.ladder import overrides_turned_on
+from trainapp.torch_private import BatchNorm
 from trainapp.training.session import InitialWeights, Session
 from trainapp.trials.modes import OF_CHECKPOINT
 

@@ -9,7 +9,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import OutOfMemory
 from trainapp.memory import host
 from trainapp.oom import recovery
-from trainapp.oom.climbing import after_refusal, climb, first_sizes
+from trainapp.oom.climbing import climb, first_sizes
 from trainapp.oom.decision import Decision, RecoveryKind, decide
 from trainapp.oom.failure import Failure, Recovery
 from trainapp.oom.messages import final_message
@@ -55,11 +55,11 @@ def recover(session: Session, failure: Failure) -> SessionStart | None:
     if decision.kind is RecoveryKind.FROM_CHECKPOINT:
         return _restart(session, failure, decision)
     if failure.kind is ErrorKind.TECHNIQUE_REFUSED:
-        return _climb(session, failure, after_refusal(session), "the model cannot be trained with it")
+        return _climb(session, failure, recovery.without_refused(session, failure))
     change = recovery.change_size(session, failure, decision)
     if not change.has_size:
         further = _next_climb(session, failure, change)
-        return _climb(session, failure, further, "no micro-batch fits")
+        return _climb(session, failure, further, "no micro-batch fits; ")
     failure.recovery = change
     recovery.report(session, failure)
     return None
@@ -91,7 +91,7 @@ def _restart(session: Session, failure: Failure, decision: Decision) -> SessionS
         change = recovery.change_size(session, failure, decision)
         if not change.has_size:
             further = _next_climb(session, failure, change)
-            return _climb(session, failure, further, decision.reason)
+            return _climb(session, failure, further, f"{decision.reason}; ")
         difference = f"micro-batch {change.old_size} -> {change.new_size}"
         start = _next_start(session, failure, session.sizes.state_dict())
     action = f"{decision.reason}; {_origin_text(session, start)}, with {difference}"
@@ -114,18 +114,18 @@ def _next_climb(session: Session, failure: Failure, change: Recovery) -> Climb:
     return further
 
 
-def _climb(session: Session, failure: Failure, further: Climb, reason: str) -> SessionStart:
+def _climb(session: Session, failure: Failure, further: Climb, reason: str = "") -> SessionStart:
     """Return the start of a new session with a further technique. Collective: all ranks.
 
     Args:
         session: the one that ends.
         failure: the error that ended it.
         further: the climb.
-        reason: for it, in words.
+        reason: for it, in words, if the error is not enough.
     """
     start = _next_start(session, failure, first_sizes(session, failure, further))
     start = dataclasses.replace(start, turned_on=further.turned_on, climb=further)
-    action = f"{reason}; {_origin_text(session, start)}, with {further.text}"
+    action = f"{reason}{_origin_text(session, start)}, with {further.text}"
     old_size = sizes_of_phase(session, failure.phase).current_size
     failure.recovery = Recovery(old_size, further.first_size, action)
     recovery.report(session, failure)
