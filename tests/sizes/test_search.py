@@ -366,3 +366,37 @@ def test_the_smallest_size_and_a_fixed_one_stay_however_tight_memory_is():
         size = search.size
         assert [search.record_success(size, has_flushed=True) for _ in range(3)] == [None] * 3
         assert (search.size, search.is_validated) == (size, True)
+
+
+def grown(first: int, most: int, largest_that_fits: int, is_measured: bool = True) -> tuple[SizeSearch, int]:
+    """A search that began with a small size of a wide range, and the number of failures up to its end."""
+    search = SizeSearch(first, clean_steps=1, search_has_ended=False, most=most)
+    failures = 0
+    while not (search.search_has_ended and search.is_validated):
+        if search.size > largest_that_fits:
+            failures += 1
+            assert search.record_failure(search.size)
+        else:
+            peak = PeakSample(search.size, largest_that_fits) if is_measured else None
+            search.record_success(search.size, peak)
+    return search, failures
+
+
+@pytest.mark.parametrize(("largest", "found", "failures"), [(64, 62, 0), (600, 512, 0), (3, 3, 1), (2, 2, 1)])
+def test_from_a_small_first_size_it_grows_to_what_fits(largest, found, failures):
+    search, failed = grown(2, 512, largest)
+    assert (search.size, failed) == (found, failures)
+
+
+def test_without_peaks_it_tries_the_largest_and_bisects():
+    search, failed = grown(2, 512, 100, is_measured=False)
+    assert is_near(search.size, 100)
+    assert failed <= 6
+
+
+def test_how_far_it_may_grow_is_saved():
+    search = SizeSearch(2, most=512)
+    for largest_size, most in ((512, 512), (64, 64)):
+        resumed = SizeSearch(1)
+        resumed.load_state_dict(search.state_dict(), largest_size)
+        assert resumed.most == most

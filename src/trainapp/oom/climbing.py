@@ -29,13 +29,14 @@ def climb(session: Session, failure: Failure, change: Recovery, ranks: Ranks) ->
     if not candidates:
         return None
 
+    sizes = sizes_of_phase(session, failure.phase)
     speed = session.meter.samples_per_second() if session.meter.samples else None
     technique, *others = candidates
     return Climb(
         technique,
         session.turned_on,
         tuple(others),
-        first_size=2 * change.old_size,
+        first_size=min(2 * change.old_size, sizes.start) if sizes.grow else sizes.start,
         samples_per_second=speed,
         message=final_message(session, failure, change.old_size, change.is_constant),
     )
@@ -47,7 +48,8 @@ def _common_candidates(session: Session, failure: Failure, size: int, ranks: Ran
     if not failure.by_peer:
         situation = Situation(session.config, session.state.model, session.engine.knows_loss)
         shortage = shortage_of(session, failure, size)
-        candidates_here = next_techniques(situation, shortage, session.turned_on.refused)
+        turned_on = session.turned_on
+        candidates_here = next_techniques(situation, shortage, (*turned_on.tried, *turned_on.refused))
 
     by_rank = [candidates for candidates in ranks.all_gather_object(candidates_here) if candidates is not None]
     common = []

@@ -37,12 +37,14 @@ class TurnedOn:
     Attributes:
         settings: those in force, as on the command line.
         by_attempt: the settings from an attempt at a step on, by its number, of the whole run.
+        tried: the settings of all that were turned on, also of those that others have replaced: none a second time.
         refused: settings that the model cannot be trained with.
         memory: in words, the memory that they were turned on for: with another one they may not be needed.
     """
 
     settings: tuple[str, ...] = ()
     by_attempt: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    tried: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     memory: str = ""
 
@@ -78,6 +80,7 @@ class TurnedOn:
         return {
             "settings": list(self.settings),
             "by_attempt": {attempt: list(settings) for attempt, settings in self.by_attempt.items()},
+            "tried": list(self.tried),
             "refused": list(self.refused),
             "memory": self.memory,
         }
@@ -89,6 +92,7 @@ class TurnedOn:
         return cls(
             tuple(state.get("settings", ())),
             by_attempt,
+            tuple(state.get("tried", ())),
             tuple(state.get("refused", ())),
             state.get("memory", ""),
         )
@@ -126,7 +130,8 @@ class Climb:
     @property
     def turned_on(self) -> TurnedOn:
         """All techniques that are turned on, with this one."""
-        return dataclasses.replace(self.before, settings=settings_with(self.before.settings, self.technique))
+        settings = settings_with(self.before.settings, self.technique)
+        return dataclasses.replace(self.before, settings=settings, tried=(*self.before.tried, self.technique))
 
     def after_refusal(self) -> "Climb | None":
         """Return a climb with another technique than this one, which the model has refused; None without any left."""
@@ -179,7 +184,7 @@ def settings_with(settings: Iterable[str], technique: str) -> tuple[str, ...]:
     return (*kept, new.setting)
 
 
-def next_techniques(situation: Situation, shortage: Shortage, refused: Collection[str] = ()) -> list[str]:
+def next_techniques(situation: Situation, shortage: Shortage, excluded: Collection[str] = ()) -> list[str]:
     """Return the settings of the techniques that may be turned on next, the best first; none if they cannot help.
 
     First those that may save all that is missing, the cheapest first; then the others, the largest first. Where logits
@@ -188,12 +193,12 @@ def next_techniques(situation: Situation, shortage: Shortage, refused: Collectio
     Args:
         situation: of the run.
         shortage: what filled memory.
-        refused: settings that the model cannot be trained with.
+        excluded: settings that were tried.
     """
     saved_by_setting: dict[str, float] = {}
     saved_by_category: dict[Category, float] = {}
     for technique in available(situation):
-        if technique.setting not in LADDER or technique.setting in refused or _is_chosen(technique, situation.config):
+        if technique.setting not in LADDER or technique.setting in excluded or _is_chosen(technique, situation.config):
             continue
         savings = technique.savings(situation, shortage)
         saved = sum(savings.values())
