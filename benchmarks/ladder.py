@@ -36,7 +36,10 @@ LLAMA = (
 TOKENS = ("data=synthetic_tokens", "data.vocab_size=512", "data.size=64", "data.val_size=8")
 MODELS = {
     "mlp": ("model=mlp", "data=digits", "model.width=512", "batch.global_size=512"),
-    "resnet": ("model=resnet", "model.width=8", "model.norm=group", "data=synthetic_images", "data.size=64", "data.image_shape=[3,64,64]"),
+    "resnet": (
+        "model=resnet", "model.width=8", "model.norm=group", "data=synthetic_images", "data.size=64",
+        "data.image_shape=[3,64,64]",
+    ),
     "gpt": ("model=gpt", "model.width=96", "model.context_length=256", *TOKENS),
     "Llama, LoRA": ("model=hf", "model.task=causal_lm", LLAMA, "adapter=lora", *TOKENS, "data.context_length=256"),
     "VAE": (

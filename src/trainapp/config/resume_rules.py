@@ -51,6 +51,8 @@ _NOT_COMPARED = (
     "checkpointing.resume",
 )
 _AS_WRITTEN = {"target": "_target_", "task_arguments": "task"}
+# Settings that runs of earlier versions lack, with their defaults: equal to a missing one.
+_DEFAULT_OF_LATER = {"oom.techniques": "same"}
 _UNSET = "not set"  # an argument that one of two configurations does not name
 
 
@@ -118,7 +120,9 @@ def _each_setting(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[st
                 yield from _each_setting(update, f"updates.{update['name']}.")
         elif isinstance(value, dict):
             yield from _each_setting(value, f"{name}.")
-        elif value != [] and value is not None:  # empty values equal missing ones
+        elif value == [] or value is None or value == _DEFAULT_OF_LATER.get(name):  # equal to missing ones
+            continue
+        else:
             yield name, value
 
 
