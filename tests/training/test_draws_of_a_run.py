@@ -336,6 +336,18 @@ def test_shared_draws_are_named_once(tmp_path, caplog):
     assert caplog.text.count("drawn once per step, for all samples, since no dimension has their number: uniform_") == 1
 
 
+def test_shared_draws_name_their_module(tmp_path, caplog):
+    """Which a checkpoint does not hold."""
+    settings = (*of("SharedByALayer"), BY_SAMPLE, "batch.micro_size=4")
+    with caplog.at_level("INFO"):
+        runs.run(tmp_path, *settings, "train.max_steps=2", "checkpointing=standard")
+    assert "since no dimension has their number: uniform_ in noise\n" in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        runs.run(tmp_path, *settings, "train.max_steps=3", "checkpointing=standard")
+    assert "since no dimension has their number: uniform_\n" in caplog.text
+
+
 def test_the_generator_is_restored_after_each_micro_batch(tmp_path):
     session = runs.closed(tmp_path, *of("Diffusion"), BY_SAMPLE, "batch.micro_size=4")
     session.engine.begin(session.begin_update())
