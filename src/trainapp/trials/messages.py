@@ -152,8 +152,8 @@ def _hint_about_gradients(comparison: Comparison) -> str:
     if not comparison.computes_gradients:
         return ""
     return (
-        "The task computes gradients itself (torch.autograd.grad or backward()): those of a batch's loss, as for SAM, an "
-        "attack or a penalty, are no sum over samples if they are divided by the count or by a norm over the batch. "
+        "The task computes gradients itself (torch.autograd.grad or backward()): those of a batch's loss, as for SAM, "
+        "an attack or a penalty, are no sum over samples if they are divided by the count or by a norm over the batch. "
     )
 
 
