@@ -64,18 +64,17 @@ def write_rows(
     Returns:
         The file; None if a signal ended the work between two batches.
     """
-    config = session.config
-    mode = config.mode
+    mode = session.config.mode
     session.attempt.started = time.monotonic()
     begin_counting_refused(session)
     session.ranks.enable_votes(False)  # each rank recovers alone, as its forwards are independent
-    path = _output_path(config, name)
+    path = _output_path(session.config, name)
 
     def compute(micro: MicroBatch) -> Sequence[Row]:
         with torch.inference_mode(), session.state.precision.autocast:
             return compute_rows(micro)
 
-    row_file = RowFile(path, determinants(config), session.ranks, interleaved, f"{mode}.output")
+    row_file = RowFile(path, determinants(session.config), session.ranks, interleaved, f"{mode}.output")
     if sequences is not None and sequences.begin():
         row_file.begin_again()
 
@@ -95,15 +94,20 @@ def write_rows(
                 each_micro_batch(session, fetch_batches(row_file.written), compute, keep)
         except Stopped:
             return None
-        problem = sequences.problem_of_ranks() if sequences is not None else None
-        if problem is not None:
-            row_file.discard()
-            raise UserError(problem)
+        _require_own_ranks(sequences, row_file)
         with session.engine.at(Phase.SAVE):  # collective: no rank may repeat it alone
             count = row_file.publish()
     subject = "samples" if mode == "predict" else "prompts"
     log.info("%s of %d %s: %s", name, count, subject, path)
     return path
+
+
+def _require_own_ranks(sequences: Sequences | None, row_file: "RowFile") -> None:
+    """Raise UserError, and remove the rows, if time steps of one sequence are on several ranks. Collective."""
+    problem = None if sequences is None else sequences.problem_of_ranks()
+    if problem is not None:
+        row_file.discard()
+        raise UserError(problem)
 
 
 def _output_path(config: Config, name: str) -> Path:
