@@ -80,7 +80,7 @@ def test_both_ways_are_sam(script, tmp_path, way):
     assert difference.norm() > 1e-3 * moved.norm()
 
 
-@pytest.mark.parametrize("stop", [3, 4])
+@pytest.mark.parametrize("stop", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_run_that_is_resumed_in_either_phase_is_the_same(script, tmp_path, stop):
     whole, parts = runs.resumed(tmp_path / "runs", stop, *IN_STEPS)
     assert runs.differences(whole, parts) == []

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from helpers import ROOT
 
 CHECK = "import conftest, os, torch; print(os.environ['OMP_NUM_THREADS'], torch.get_num_threads())"
@@ -16,6 +17,7 @@ def threads(**variables):
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_one_thread_unless_the_environment_says_otherwise():
     assert threads() == ["1", "1"]
     assert threads(OMP_NUM_THREADS="2") == ["2", "2"]

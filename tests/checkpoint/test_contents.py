@@ -81,7 +81,7 @@ def test_each_part_is_needed(tmp_path, monkeypatch, model, optimizer, lose):
 )
 def test_what_is_left_out_is_named_once_and_the_run_resumes(tmp_path, caplog, model, name):
     runs.run_until(tmp_path, 4, *overrides(model), "every.save=1")
-    assert caplog.text.count(f"{NOT_SAVED}{name}: plain attributes") == 1
+    assert caplog.text.count(f"{NOT_SAVED}{name}: a resumed run starts") == 1
     caplog.clear()
     assert runs.run(tmp_path, *overrides(model)).steps == 6
     assert f"the checkpoint does not hold {name}, which training had changed" in caplog.text
@@ -90,7 +90,7 @@ def test_what_is_left_out_is_named_once_and_the_run_resumes(tmp_path, caplog, mo
 def test_attributes_of_a_task_are_named_unless_it_has_a_state_dict(tmp_path, caplog):
     task = ("task=writing_models.Carries", "objective=min loss")
     runs.run(tmp_path / "a", *overrides("Linear"), *task, "every.save=2")
-    assert caplog.text.count(f"{NOT_SAVED}task.history, task.states: plain attributes") == 1
+    assert caplog.text.count(f"{NOT_SAVED}task.history, task.states: a resumed run starts") == 1
     caplog.clear()
     runs.run(tmp_path / "b", *overrides("Linear"), "task=writing_models.QueueTask", "objective=min loss")
     assert NOT_SAVED not in caplog.text
@@ -102,14 +102,14 @@ def test_attributes_of_a_task_are_named_unless_it_has_a_state_dict(tmp_path, cap
 def test_what_an_optimizer_holds_outside_its_state_dict_is_named(tmp_path, caplog, optimizer, named):
     own = (f"optimizer={{_target_: writing_models.{optimizer}, lr: 0.1}}",) if optimizer else ()
     runs.run(tmp_path, *overrides("Linear"), *own, "every.save=3")
-    assert caplog.text.count(f"{NOT_SAVED}{named}: plain attributes") == bool(named)
+    assert caplog.text.count(f"{NOT_SAVED}{named}: a resumed run starts") == bool(named)
     assert bool(named) or NOT_SAVED not in caplog.text
 
 
 def test_numbers_of_torchs_own_layers_are_named(tmp_path, caplog):
     own = (*runs.own_model("writing_models.Slope"), *DIGITS, "train.max_steps=4", "every.save=2")
     runs.run(tmp_path, *own)
-    assert caplog.text.count(f"{NOT_SAVED}act.negative_slope: plain attributes") == 1
+    assert caplog.text.count(f"{NOT_SAVED}act.negative_slope: a resumed run starts") == 1
 
 
 def test_a_state_that_no_checkpoint_can_hold_is_refused_at_the_save(tmp_path):

@@ -116,6 +116,24 @@ class Shared(Own):
         return x * torch.rand(8)
 
 
+class Noise(nn.Module):
+    """Noise that all samples share."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(8)
+
+
+class SharedByALayer(Own):
+    """A layer of it draws the same for all samples."""
+
+    def __init__(self, num_classes: int):
+        super().__init__(num_classes)
+        self.noise = Noise()
+
+    def draw(self, x: Tensor) -> Tensor:
+        return self.noise(x)
+
+
 class Reversed(Own):
     """Noise for two views of each sample, of which the second takes it in reverse order."""
 

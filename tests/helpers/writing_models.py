@@ -537,6 +537,16 @@ def squares(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int, di
     return (outputs - batch["targets"]).square().sum(), len(outputs), {}
 
 
+class Squares:
+    """`squares`, with a prediction."""
+
+    def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int, dict[str, Tensor]]:
+        return squares(model, batch)
+
+    def predict(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["inputs"], batch["column"], batch["first"])
+
+
 class LateTeacher(nn.Module):
     """A mean teacher that a task copies from the model in its first call."""
 

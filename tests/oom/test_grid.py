@@ -43,12 +43,19 @@ def recovered_as_configured(tmp_path: Path, model: str, precision: str, phase: s
     return differences(recorded.record(), wanted)
 
 
-# With each push every pair of model, precision, phase and step; nightly each model in each phase with the other two
-# steps and precisions.
+def marks_of(model: str, more: int) -> tuple[pytest.MarkDecorator, ...]:
+    """With the quick tests one model in every phase; with each push every pair of model, precision, phase and step;
+    nightly each model in each phase with the other two steps and precisions.
+    """
+    if more:
+        return (pytest.mark.nightly,)
+    return () if model == "mlp" else (pytest.mark.slow,)
+
+
 GRID = [
     pytest.param(
         *(model, list(PRECISIONS)[(2 * i + j + more) % 3], phase, STEPS[(i + j + more) % 3]),
-        marks=pytest.mark.nightly if more else (),
+        marks=marks_of(model, more),
     )
     for i, model in enumerate(MODELS)
     for j, phase in enumerate((*PHASES, "weight average"))

@@ -68,7 +68,7 @@ def test_a_resume_with_a_smaller_limit_begins_with_what_fits(tmp_path, caplog):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("stop", [2, 4])
+@pytest.mark.parametrize("stop", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_run_resumed_in_the_search_tries_the_same_sizes_in_the_same_steps(tmp_path, stop):
     """Also after a stop between the clean steps of a size: results would differ in the last bits, and with BatchNorm
     in more.

@@ -179,6 +179,7 @@ for dtype, most in ((torch.bfloat16, 0.02), (torch.float16, 0.003)):
 """)
 
 
+@pytest.mark.slow
 def test_compiled_graphs_reach_them():
     """Inductor calls the overloads with `out=`."""
     in_a_process("""
@@ -246,6 +247,7 @@ def test_what_computes_in_16_bits_asks_for_it(tmp_path, monkeypatch, overrides, 
     assert sorted({str(dtype) for dtype in replaced if dtype is not torch.float32}) == sorted(map(str, dtypes))
 
 
+@pytest.mark.slow
 def test_a_run_says_so_once(tmp_path):
     code = """
 from trainapp.__main__ import main

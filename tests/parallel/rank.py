@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,18 +124,26 @@ def train(rank: int, config: Config, faults: Sequence[Fault] = (), folder: str =
         single: whether to run as a plain single process.
     """
     record = Record()
+    with logged_to(record):
+        try:
+            with contextlib.nullcontext(SingleRank()) if single else worker.process_group(config) as ranks:
+                _Noting(record, config, *faults, ranks=ranks, folder=Path(folder)).finish()
+        except UserError as error:
+            record.error = str(error)
+            leave_group()
+    return record
+
+
+@contextlib.contextmanager
+def logged_to(record: Record) -> Iterator[None]:
+    """Add the messages of the block to a record."""
     handler = _Lines(record.log)
     logging.getLogger("trainapp").addHandler(handler)
     logging.getLogger("trainapp").setLevel(logging.INFO)
     try:
-        with contextlib.nullcontext(SingleRank()) if single else worker.process_group(config) as ranks:
-            _Noting(record, config, *faults, ranks=ranks, folder=Path(folder)).finish()
-    except UserError as error:
-        record.error = str(error)
-        leave_group()
+        yield
     finally:
         logging.getLogger("trainapp").removeHandler(handler)
-    return record
 
 
 def leave_group() -> None:

@@ -46,6 +46,13 @@ def test_given_modes_are_not_chosen_again():
         assert with_checkpointing_modes(config, SingleRank()) is config
 
 
+def test_no_modes_fit_within_a_tiny_limit():
+    facts = plan(AUTO, "model.depth=1", "batch.micro_size=1", "memory.limit=1KiB", only_modes=True)
+    assert facts["largest_micro_size"] == 0
+    assert process._cannot_fit(facts)
+
+
+@pytest.mark.slow
 def test_a_run_that_cannot_fit_with_any_modes_is_not_started(tmp_path):
     lowest = min(
         plan(f"activation_checkpointing={mode}", "batch.micro_size=1")["peak_bytes"]

@@ -75,6 +75,7 @@ def test_an_extrapolated_peak_is_that_of_all_blocks(traced_blocks, model, more, 
     assert few.total != pytest.approx(full.total, rel=0.03)  # the comparison can fail
 
 
+@pytest.mark.slow
 def test_a_peak_moves_with_the_number_of_blocks():
     """With few blocks the head binds, with many the gradients of all blocks: two lines are needed."""
     estimator, config = estimated(
@@ -98,6 +99,7 @@ def test_a_plan_traces_all_blocks_once_and_for_the_size_it_prints(traced_blocks)
     assert facts["peak_bytes"] == planner.estimator_of(config, "traced").peak(config, facts["micro_size"]).total
 
 
+@pytest.mark.slow
 def test_few_blocks_or_ranks_or_different_modes_are_traced_in_full(traced_blocks):
     for more in (
         ("model.depth=6",),

@@ -169,6 +169,7 @@ def test_reports_arrive_while_the_function_runs(tmp_path):
     assert received == [{"number": 1}]
 
 
+@pytest.mark.slow
 def test_an_error_while_a_report_is_shown_ends_the_planner(tmp_path):
     before = set(psutil.Process().children())
 

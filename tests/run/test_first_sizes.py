@@ -156,6 +156,7 @@ def test_what_else_determines_memory(overrides, does):
     assert any(determines_memory(change.name) for change in changes) == does
 
 
+@pytest.mark.slow
 def test_a_resume_with_another_technique_searches_as_a_fresh_run(tmp_path, caplog):
     """A size that fitted without it says nothing. With the same limit and techniques nothing is searched again."""
     caplog.set_level("INFO", "trainapp")

@@ -1,5 +1,6 @@
 """What a session takes over from the one before it in the same process."""
 
+import own_tasks
 import runs
 import torch
 import torch.nn.functional as F
@@ -9,17 +10,8 @@ from trainapp.run.prepare import SessionStart, prepare
 from trainapp.signals import StopRequest
 
 
-class CountedLoss:
+class CountedLoss(own_tasks.CountsCalls):
     """A loss that counts its calls in training; an object of this module, which outlives a session."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def state_dict(self):
-        return {"calls": self.calls}
-
-    def load_state_dict(self, state):
-        self.calls = state["calls"]
 
     def __call__(self, model, batch):
         self.calls += torch.is_grad_enabled()

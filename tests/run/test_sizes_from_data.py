@@ -29,6 +29,7 @@ def opened(tmp_path, *settings):
     return runs.closed(tmp_path, *settings).state
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path):
     """Of 98 tokens in a vocabulary of 4 numbers each: 804 parameters instead of 402,456."""
     env = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests/helpers")])}

@@ -69,7 +69,7 @@ def test_the_largest_micro_batch_of_the_attempt_is_what_failed():
     assert samples_of_each(sizes, batch_of(20, 16)) == [20]
     assert samples_of_each(sizes, batch_of(10, 16)) == [10]
     assert sizes.record_failure(SingleRank()) == SizeChange(old=20, new=10)
-    assert sizes.searches[16].smallest_failing == 20
+    assert sizes.searches[16].smallest_excluded == 20
 
 
 class ThreeRanks(SingleRank):
@@ -90,7 +90,7 @@ def test_ranks_agree_on_what_ran_and_on_who_failed():
     sizes = MicroBatchSizes(64)
     sizes.history[16] = ShapeHistory(LargestMicroBatch(32))
     assert sizes.record_failure(ThreeRanks(first, third), failed_here=False) == SizeChange(old=32, new=16)
-    bounds = {bucket: (search.size, search.smallest_failing) for bucket, search in sizes.searches.items()}
+    bounds = {bucket: (search.size, search.smallest_excluded) for bucket, search in sizes.searches.items()}
     assert bounds == {16: (16, 32), 1024: (3, 7)}
 
 
@@ -149,7 +149,7 @@ def test_sizes_survive_a_checkpoint():
     loaded = MicroBatchSizes(64)
     loaded.load_state_dict(sizes.state_dict())
     assert {bucket: search.size for bucket, search in loaded.searches.items()} == {16: 64, 1024: 32}
-    assert loaded.searches[1024].smallest_failing == 64
+    assert loaded.searches[1024].smallest_excluded == 64
     assert not loaded.is_validated(16)  # it must still be validated
 
 
@@ -268,14 +268,14 @@ def test_a_message_says_which_shape_a_size_is_for():
 
 def test_a_larger_size_that_one_rank_refuses_is_left_by_all():
     sizes = MicroBatchSizes(64)
-    sizes.searches[16] = SizeSearch(21, largest_validated=16, smallest_failing=32, search_has_ended=False)
+    sizes.searches[16] = SizeSearch(21, largest_validated=16, smallest_excluded=32, search_has_ended=False)
     sizes.begin(16, 0)
     assert sizes.tries_larger_size
     first = RankReport({16: LargestMicroBatch(21)}, 0, None)
     third = RankReport({16: LargestMicroBatch(21)}, 16, AttemptFailure(ErrorKind.SIZE_REJECTED))
     assert sizes.record_failure(ThreeRanks(first, third), failed_here=False) == SizeChange(old=21, new=16)
     search = sizes.searches[16]
-    assert (search.size, search.smallest_failing, search.search_has_ended) == (16, 32, True)
+    assert (search.size, search.smallest_excluded, search.search_has_ended) == (16, 32, True)
     assert not sizes.tries_larger_size
 
 

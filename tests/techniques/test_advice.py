@@ -9,7 +9,7 @@ from torch import nn
 
 from trainapp.config import compose
 from trainapp.memory.live_tensors import Category
-from trainapp.techniques.advice import MOST, advised
+from trainapp.techniques.advice import MOST_ADVISED, advised
 from trainapp.techniques.catalogue import TECHNIQUES, Situation, available
 from trainapp.techniques.savings import Shortage
 
@@ -79,10 +79,10 @@ def test_the_category_that_holds_the_most_comes_first():
 @pytest.mark.parametrize("filled", [PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, AVERAGE])
 def test_there_are_at_most_five_and_not_all_for_one_category(filled):
     found = advised(situation(), Shortage(FULL | {filled: 100 * MIB}))
-    assert len(found) == MOST == 5
+    assert len(found) == MOST_ADVISED == 5
     categories = [one.category for one in found]
     assert max(map(categories.count, categories)) <= 3
-    ranks = [one.rank for one in found]
+    ranks = [one.sort_key for one in found]
     assert ranks == sorted(ranks)
 
 

@@ -46,7 +46,7 @@ def test_the_size_that_ran_shrinks_not_another_shapes(tmp_path):
     recorded = Recorded(tiny(tmp_path / "run", *MODELS["gpt"], *texts), Fault("forward", 1, kind="swallowed"))
     assert len(recorded.failures) == 1
     searches = recorded.run.sizes.train.searches.values()
-    assert [search.size for search in searches if search.smallest_failing] == [2]
+    assert [search.size for search in searches if search.smallest_excluded] == [2]
 
 
 def test_with_the_smallest_micro_batch_a_slow_step_is_better_than_none(tmp_path, caplog):

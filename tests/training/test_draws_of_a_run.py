@@ -40,7 +40,8 @@ def differences(folder, *overrides, sizes=SIZES, first=()):
     return largest, max(runs.relative_error(other, gradient) for _, other, _ in found), session.engine.draw_record
 
 
-MODELS = ["Transformer", "TimeFirst", "Depth", "VAE", "Diffusion"]
+MODELS = ["TimeFirst", "Diffusion"]  # the samples second, and first
+MODELS += [pytest.param(name, marks=pytest.mark.slow) for name in ("Transformer", "Depth", "VAE")]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -58,7 +59,7 @@ def test_losses_and_gradients_do_not_depend_on_the_micro_batch(tmp_path, name):
 GRAPH = (*runs.own_model("own_graphs.GraphNet"), "data=digits", "user_packages=[own_graphs]", "task=own_graphs.total")
 
 
-@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.parametrize("layout", ["coo", pytest.param("csr", marks=pytest.mark.slow)])
 def test_those_of_a_graph_network_with_a_sparse_matrix_do_not(tmp_path, layout):
     """Its draws have the nodes first, and the samples second."""
     graph = (*runs.STEPS_ONLY, *GRAPH, f"+model.layout={layout}")
@@ -68,6 +69,7 @@ def test_those_of_a_graph_network_with_a_sparse_matrix_do_not(tmp_path, layout):
     assert differences(tmp_path / "torchs", *graph, OF_TORCH)[0] > 1e-4
 
 
+@pytest.mark.slow
 def test_an_out_of_memory_error_changes_nothing_in_a_graph_network(tmp_path):
     settings = (*GRAPH, BY_SAMPLE, "every.eval=2", "train.max_steps=2", "batch.global_size=256")
     runs.run(tmp_path / "free", *settings, "batch.micro_size=256", "batch.eval_micro_size=360")
@@ -77,7 +79,7 @@ def test_an_out_of_memory_error_changes_nothing_in_a_graph_network(tmp_path):
     assert logged[1] == pytest.approx(logged[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["VAE", "Diffusion"])
+@pytest.mark.parametrize("name", [pytest.param("VAE", marks=pytest.mark.slow), "Diffusion"])
 def test_evaluations_do_not_depend_on_the_micro_batch(tmp_path, name):
     """Nor does a second evaluation of the same weights differ from the first."""
 
@@ -146,7 +148,7 @@ def test_an_out_of_memory_error_changes_nothing(tmp_path):
     )
 
 
-@pytest.mark.parametrize("task", ["contrasted", "labelled"])
+@pytest.mark.parametrize("task", ["contrasted", pytest.param("labelled", marks=pytest.mark.slow)])
 def test_embeddings_are_drawn_by_sample(tmp_path, task):
     """Pass 3 of cached gradients draws what pass 1 drew."""
     settings = (*of("Transformer")[:-1], f"task=own_draws.{task}", "objective=min loss")
@@ -332,6 +334,18 @@ def test_shared_draws_are_named_once(tmp_path, caplog):
     with caplog.at_level("INFO"):
         runs.run(tmp_path / "run", *of("Shared"), BY_SAMPLE, "batch.micro_size=4")
     assert caplog.text.count("drawn once per step, for all samples, since no dimension has their number: uniform_") == 1
+
+
+def test_shared_draws_name_their_module(tmp_path, caplog):
+    """Which a checkpoint does not hold."""
+    settings = (*of("SharedByALayer"), BY_SAMPLE, "batch.micro_size=4")
+    with caplog.at_level("INFO"):
+        runs.run(tmp_path, *settings, "train.max_steps=2", "checkpointing=standard")
+    assert "since no dimension has their number: uniform_ in noise\n" in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        runs.run(tmp_path, *settings, "train.max_steps=3", "checkpointing=standard")
+    assert "since no dimension has their number: uniform_\n" in caplog.text
 
 
 def test_the_generator_is_restored_after_each_micro_batch(tmp_path):

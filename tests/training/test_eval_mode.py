@@ -94,7 +94,9 @@ class OwnNoise:
 OWN_NOISE = ("task=test_eval_mode.OwnNoise", "user_packages=[test_eval_mode]", "objective=min loss")
 
 
-@pytest.mark.parametrize(("case", "extra"), [("resnet", ()), ("gpt", ()), ("mlp", OWN_NOISE)])
+@pytest.mark.parametrize(
+    ("case", "extra"), [pytest.param("resnet", (), marks=pytest.mark.slow), ("gpt", ()), ("mlp", OWN_NOISE)]
+)
 def test_how_often_it_is_done_changes_nothing_in_training(tmp_path, case, extra):
     """Neither BatchNorm's statistics nor the draws of dropout and of the task."""
     ends = []
@@ -185,6 +187,7 @@ def test_what_a_forward_writes_in_evaluation_is_undone(tmp_path, average, monkey
     assert runs.differences(of_training(tmp_path / "never"), of_training(tmp_path / "kept")) != []
 
 
+@pytest.mark.slow
 @AVERAGES
 def test_it_is_undone_before_the_end_is_saved(tmp_path, average):
     """A run that is extended is the undisturbed one, and the checkpoint evaluates to what was logged."""

@@ -143,9 +143,11 @@ RECURRENT = (
     ("settings", "samples", "rows"),
     [
         (("batch.eval_micro_size=auto",), 6, 3),
-        (("batch.eval_micro_size=5",), 5, 3),
+        pytest.param(("batch.eval_micro_size=5",), 5, 3, marks=pytest.mark.slow),
         (("+data.val_columns=1",), 6, 1),
-        (("+model.width=6",), 6, 3),  # the number of hidden units is that of columns
+        pytest.param(
+            ("+model.width=6",), 6, 3, marks=pytest.mark.slow
+        ),  # the number of hidden units is that of columns
     ],
 )
 def test_a_micro_batch_never_has_two_time_steps_of_a_sequence(tmp_path, caplog, settings, samples, rows):

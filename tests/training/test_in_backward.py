@@ -39,7 +39,12 @@ def ended(run_dir, *overrides):
     return {name: state[name] for name in ("model", "optimizer", "average", "progress")}, logged
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("resnet", "checkpointing", "two micro-batches", "adamw", "adamw_4bit")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+)
 def test_the_run_is_the_same(tmp_path, case):
     after = ended(tmp_path / "after", *CASES[case])
     within = ended(tmp_path / "within", *CASES[case], ON)

@@ -1,5 +1,6 @@
 """What a task or a forward changes beside tensors' contents: modes, flags, gradients; and names that the log needs."""
 
+import own_tasks
 import pytest
 import runs
 import torch
@@ -47,17 +48,8 @@ def test_a_gradient_that_is_made_replaced_cleared_or_added_to_is_noticed():
         require_same_gradients([parameter], before)
 
 
-class AttackedLater:
+class AttackedLater(own_tasks.CountsCalls):
     """Calls backward() from the fourth step on."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def state_dict(self):
-        return {"calls": self.calls}
-
-    def load_state_dict(self, state):
-        self.calls = state["calls"]
 
     def __call__(self, model, batch):
         inputs, targets = batch["inputs"], batch["targets"]

@@ -409,7 +409,9 @@ def with_term(model, batch, term="load balance", weight=None):
 def test_a_small_term_of_the_whole_batch_is_refused(term):
     torch.manual_seed(0)
     model, task = own_tasks.Mixture(10), functools.partial(with_term, term=term)
-    assert "the loss is not a sum over samples" in found(task, model)
+    message = found(task, model)
+    assert "the loss is not a sum over samples" in message
+    assert "computes gradients itself" not in message
     assert found(functools.partial(task, weight=0), model) is None
     # A tolerance of 0.1% of the loss lets it pass.
     trial = TaskProbe(ProbeInputs(losses.CheckedTask(task, "mine"), model, FOUR, torch.device("cpu"), 0))

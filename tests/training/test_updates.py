@@ -101,7 +101,7 @@ def test_metrics_of_all_updates_are_logged_and_callbacks_called_once_per_step(tm
 
 
 @ALL
-@pytest.mark.parametrize("stop", [1, 3])
+@pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, own, stop):
     settings = (*own, "train.max_steps=5", "every.eval=2", "train.ema=0.9")
     whole, resumed = runs.resumed(tmp_path, stop, *settings)

@@ -53,6 +53,7 @@ def test_the_last_checkpoint_counts(tmp_path, caplog, capsys):
     assert "at step" not in page.partition('"tiles"')[2].partition("]]")[0]
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_has_none_either(tmp_path):
     """It chose one: in `checkpoints/best` and in the state of the run."""
     chosen = runs.run(tmp_path / "a", *GAN, "objective=min loss", "checkpointing.keep_last=9")

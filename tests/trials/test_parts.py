@@ -1,6 +1,7 @@
 """What a batch of four samples and its parts show of a loss, in one precision."""
 
 import functools
+import math
 import re
 
 import own_tasks
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from trainapp.draws.record import DrawRecord
 from trainapp.losses.losses import CheckedTask
 from trainapp.training.evaluation.loop import EVALUATION
+from trainapp.trials.gradients import GradientBalance
 from trainapp.trials.messages import Inexactness, Refused
 from trainapp.trials.modes import Mode
 from trainapp.trials.parts import compare_with_parts
@@ -204,3 +206,14 @@ def test_hooks_after_accumulation_are_named_where_nothing_is_compared(tmp_path, 
     else:
         (text,) = texts
         assert "hooks of register_post_accumulate_grad_hook on head.weight run once per micro-batch and rank" in text
+
+
+@pytest.mark.parametrize("factor", [math.inf, math.nan])
+def test_gradients_that_are_not_finite_are_not_compared(factor):
+    """Neither where only those of the whole batch are not."""
+    leaf = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    balance = GradientBalance([leaf])
+    balance.add_whole((factor * leaf).sum())
+    balance.add_part(leaf.sum())
+    balance.add_part(leaf.sum())
+    assert math.isnan(balance.deviation)

@@ -191,6 +191,7 @@ def test_a_penalty_that_is_a_sum_passes(tmp_path):
 def test_a_penalty_that_is_a_mean_is_refused(tmp_path, arguments):
     message = runs.refusal(tmp_path, *own_model("Critic"), *arguments)
     assert "test_trials.with_mean: the loss is not a sum over samples" in message
+    assert "The task computes gradients itself (torch.autograd.grad or backward())" in message
 
 
 @pytest.mark.parametrize("task", ["with_sum", "with_backward"])

@@ -28,6 +28,7 @@ def test_without_a_part_its_cells_fail(tmp_path, part, name):
         assert cells.after_an_error(name, "backward", 4, tmp_path) != []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", NEEDED)
 def test_the_controls_leave_other_cells_alone(tmp_path, part):
     """A plain model has none of this state; left-over gradients harm every model."""
@@ -44,22 +45,26 @@ def test_the_controls_leave_other_cells_alone(tmp_path, part):
         ((Snapshot, "_checksums", lambda self: {}), "mean teacher through data", 4),
     ],
 )
+@pytest.mark.slow
 def test_what_is_not_noticed_is_not_restored(tmp_path, monkeypatch, part, name, step):
     monkeypatch.setattr(*part)
     assert cells.after_an_error(name, "backward", step, tmp_path) != []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hidden teacher", "own generators", "queue", "running scale", "replay"])
 def test_without_the_saved_state_a_resumed_run_is_another(tmp_path, monkeypatch, name):
     monkeypatch.setattr(state_dicts, "load_stateful", lambda *_: [])
     assert cells.resumed(name, tmp_path) != []
 
 
+@pytest.mark.slow
 def test_without_seeds_of_steps_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(Engine, "seed", lambda self, step: None)
     assert cells.after_an_error("mixup", "backward", 4, tmp_path) != []
 
 
+@pytest.mark.slow
 def test_other_samples_in_the_retry_fail(tmp_path, monkeypatch):
     change_size = recovery.change_size
 
@@ -71,6 +76,7 @@ def test_other_samples_in_the_retry_fail(tmp_path, monkeypatch):
     assert cells.after_an_error("dict", "backward", 2, tmp_path) != []
 
 
+@pytest.mark.slow
 def test_an_evaluation_from_the_start_again_fails(tmp_path, monkeypatch):
     """What was evaluated before the error would count twice."""
     from_sample = EvalBatches.from_sample
@@ -78,12 +84,14 @@ def test_an_evaluation_from_the_start_again_fails(tmp_path, monkeypatch):
     assert cells.after_an_error_late_in_an_evaluation("dict", tmp_path) != []
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_leaves_its_writes_fails(tmp_path, monkeypatch):
     """The hidden state moves in evaluation: what the failed batch wrote must not stay."""
     monkeypatch.setattr(*LEFT["tensors"])
     assert cells.after_an_error("writes in evaluation", "evaluate", 2, tmp_path) != []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["batchnorm", "noisy data"])
 def test_another_seed_fails(tmp_path, name):
     """The comparison sees more than the sizes: a replay of the same schedule from another seed differs."""

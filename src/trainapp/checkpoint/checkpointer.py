@@ -128,13 +128,10 @@ class Checkpointer:
         self._not_saved = self.state.not_saved()
         if self._not_saved:
             log.warning(
-                "a checkpoint does not hold what training changes in %s: plain attributes, and buffers that a forward "
-                "registers or reshapes; a resumed run starts from their initial values. What every forward computes "
-                "anew needs nothing, nor does a fixed network that the first forward loads from a file or draws from a "
-                "fixed seed (it is not named if it is built in __init__); a copy of weights in training is not fixed. "
-                "Anything else: make it a buffer, registered in __init__, or return it from get_extra_state (a task "
-                "that is no module: state_dict), and restore it in set_extra_state (load_state_dict); an optimizer "
-                "keeps it in `state` or `param_groups`",
+                "a checkpoint does not hold what training changes in %s: a resumed run starts from the initial values. "
+                "Make it a buffer, registered in __init__, or return it from get_extra_state (a task that is no "
+                "module: state_dict; an optimizer: in `state` or `param_groups`). Do nothing if every forward computes "
+                "it anew, or the first one builds it the same in each process (docs/reliability.md)",
                 listed(self._not_saved, most=4),
             )
 

@@ -28,7 +28,7 @@ class SampleRows:
     def __init__(self, model: nn.Module):
         self.model = model
         self._common: Rows = {}  # the values that all ranks had last, in host memory
-        self._apart: set[str] = set()  # buffers with rows of their own on each rank when the run was resumed
+        self._kept_by_rank: set[str] = set()  # buffers with rows of their own on each rank when the run was resumed
 
     @property
     def names(self) -> set[str]:
@@ -46,7 +46,7 @@ class SampleRows:
         if ranks.world_size == 1:
             return
         for name, buffer in self._buffers().items():
-            if name not in self._apart:
+            if name not in self._kept_by_rank:
                 self._common[name] = _on_host(buffer)
 
     @torch.no_grad()
@@ -86,7 +86,7 @@ class SampleRows:
         rows = saved[0]
         if len(saved) == ranks.world_size:
             rows = saved[ranks.rank]
-            self._apart.update(rows)
+            self._kept_by_rank.update(rows)
         else:
             names = listed([f"model.{name}" for name in sorted(rows)])
             log.warning(

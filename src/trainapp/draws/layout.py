@@ -28,6 +28,11 @@ class DrawLayout(NamedTuple):
     # Whether its shape follows the batch in another way: it is then drawn per micro-batch.
     varies: bool = False
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether all samples have the same numbers, whatever the micro-batch."""
+        return self.axis is None and not self.varies
+
     def fits(self, draw: RandomDraw, samples: int) -> bool:
         """Return whether this can be the layout of the draw, of a batch of so many samples."""
         return draw.kernel == self.kernel and self.fits_shape(draw.shape, samples)

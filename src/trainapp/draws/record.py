@@ -56,6 +56,8 @@ class DrawRecord:
     draws: bool = False
     # Works of tasks and models that are trainapp's own: all their draws have the samples first. Not in checkpoints.
     samples_come_first: set[str] = field(default_factory=set)
+    # The names of modules that draw the same for all samples, by operation. Not in checkpoints: unknown after a resume.
+    modules_of_shared: dict[str, set[str]] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint: a resumed run draws as it would have."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +32,10 @@ class SampleDraws:
         work: by which the record knows the draws.
         log: where to put each draw, by number.
         alike: draw the same numbers for each sample.
+        running_module: names the module that is running, for `modules`.
+
+    Attributes:
+        modules: the names of modules that have drawn, by the number of the draw.
     """
 
     active: "ClassVar[SampleDraws | None]" = None  # not thread-local: autograd's own threads recompute
@@ -44,6 +48,7 @@ class SampleDraws:
         work: str,
         log: dict[int, RandomDraw] | None = None,
         alike: bool = False,
+        running_module: Callable[[], str] | None = None,
     ):
         self.key = key
         self.positions = positions
@@ -51,6 +56,8 @@ class SampleDraws:
         self.work = work
         self.log = log
         self.alike = alike
+        self.running_module = running_module
+        self.modules: dict[int, str] = {}
         self.first_seed = 0  # until the first draw
         self._entry_state: torch.Tensor | None = None  # of the generator, from the first draw on
         self._sample_keys: dict[tuple[torch.device, int], torch.Tensor] = {}
@@ -113,6 +120,8 @@ class SampleDraws:
             number = -1 - seed  # from a seed that the forward has set: such draws have negative numbers
         if self.log is not None:
             self.log[number] = draw
+        if self.running_module is not None:
+            self.modules[number] = self.running_module()
         return self.draw_record.layout_of(self.work, number, draw, len(self.positions))
 
     def sample_keys(self, device: torch.device, samples: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from trainapp.errors import UserError
 from trainapp.hooks.callbacks import labels_of
 from trainapp.hooks.predictions import dim_of_classes
 from trainapp.inference.rows import Row, write_rows
+from trainapp.inference.sequences import Sequences
 from trainapp.losses.losses import (
     IGNORED,
     Output,
@@ -27,6 +28,7 @@ from trainapp.losses.losses import (
 )
 from trainapp.optim.precision import at_least_fp32
 from trainapp.training.evaluation.half_batch import try_half
+from trainapp.training.evaluation.own_rows import SharedRows
 from trainapp.training.session import Session
 
 
@@ -52,7 +54,17 @@ def predict(session: Session) -> None:
             is_checked = True
         return rows
 
-    write_rows(session, "predictions", fetch_batches, compute_rows, batches.is_stream)
+    def compute(micro: MicroBatch) -> None:
+        with torch.inference_mode(), session.state.precision.autocast:
+            predictor.rows(session.strategy.model, micro)
+
+    sequences = Sequences(session, batches, compute)
+    while True:
+        try:
+            write_rows(session, "predictions", fetch_batches, compute_rows, batches.is_stream, sequences)
+            return
+        except SharedRows as shared:
+            sequences.limit_batches(shared)
 
 
 def _batches_of_split(session: Session) -> EvalBatches:

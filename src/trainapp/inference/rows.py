@@ -25,6 +25,7 @@ from trainapp.data.batch import MicroBatch
 from trainapp.draws.record import PREDICTION
 from trainapp.errors import TrainingStopped, UserError
 from trainapp.files import atomic_write, strict_json
+from trainapp.inference.sequences import Sequences
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.rng import evaluation_key, seed_from
 from trainapp.signals import Stopped
@@ -45,6 +46,7 @@ def write_rows(
     fetch_batches: Callable[[int], Iterator[MicroBatch]],
     compute_rows: Callable[[MicroBatch], Sequence[Row]],
     interleaved: bool = False,
+    sequences: Sequences | None = None,
 ) -> Path | None:
     """Write the rows of all batches to a file. Collective.
 
@@ -57,24 +59,28 @@ def write_rows(
         fetch_batches: returns the batches after a number of written rows.
         compute_rows: returns the rows of a batch.
         interleaved: as for `RowFile`.
+        sequences: of the data, where a state may be carried from one time step to the next.
 
     Returns:
         The file; None if a signal ended the work between two batches.
     """
-    config = session.config
-    mode = config.mode
+    mode = session.config.mode
     session.attempt.started = time.monotonic()
     begin_counting_refused(session)
     session.ranks.enable_votes(False)  # each rank recovers alone, as its forwards are independent
-    path = _output_path(config, name)
+    path = _output_path(session.config, name)
 
     def compute(micro: MicroBatch) -> Sequence[Row]:
         with torch.inference_mode(), session.state.precision.autocast:
             return compute_rows(micro)
 
-    row_file = RowFile(path, determinants(config), session.ranks, interleaved, f"{mode}.output")
+    row_file = RowFile(path, determinants(session.config), session.ranks, interleaved, f"{mode}.output")
+    if sequences is not None and sequences.begin():
+        row_file.begin_again()
 
-    def keep(_: MicroBatch, rows: Sequence[Row]) -> None:
+    def keep(micro: MicroBatch, rows: Sequence[Row]) -> None:
+        if sequences is not None and not row_file.written:
+            sequences.require_own_rows(micro)
         row_file.write(rows)
 
     with contextlib.closing(row_file):
@@ -88,11 +94,20 @@ def write_rows(
                 each_micro_batch(session, fetch_batches(row_file.written), compute, keep)
         except Stopped:
             return None
+        _require_own_ranks(sequences, row_file)
         with session.engine.at(Phase.SAVE):  # collective: no rank may repeat it alone
             count = row_file.publish()
     subject = "samples" if mode == "predict" else "prompts"
     log.info("%s of %d %s: %s", name, count, subject, path)
     return path
+
+
+def _require_own_ranks(sequences: Sequences | None, row_file: "RowFile") -> None:
+    """Raise UserError, and remove the rows, if time steps of one sequence are on several ranks. Collective."""
+    problem = None if sequences is None else sequences.problem_of_ranks()
+    if problem is not None:
+        row_file.discard()
+        raise UserError(problem)
 
 
 def _output_path(config: Config, name: str) -> Path:
@@ -163,6 +178,13 @@ class RowFile:
         if self.written:
             log.info("continuing after the %d rows in %s", self.written, self.partial)
 
+    def begin_again(self) -> None:
+        """Drop the rows that an earlier process has written."""
+        if self.written:
+            log.info("beginning again: the state after these rows is not saved (per_sample_buffers)")
+        self._file.truncate(0)
+        self.written = 0
+
     def write(self, rows: Sequence[Row]) -> None:
         """Append a line per row. Raises TrainingStopped if the disk is full."""
         lines = [strict_json(row, default=_plain_value) + "\n" for row in rows]
@@ -208,6 +230,10 @@ class RowFile:
             f"{self._setting}={self.path}: cannot be written ({error.filename or error.strerror}: {error.strerror}); "
             f"{self.written} rows are in {self.partial}, and the same command continues there{shared}"
         )
+
+    def discard(self) -> None:
+        """Remove the rows, which are wrong."""
+        self.partial.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the file. An unpublished one stays for the next process."""

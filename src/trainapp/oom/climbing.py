@@ -1,13 +1,16 @@
 """Climbing the ladder: the techniques that a run turns on when no micro-batch size fits, chosen by all ranks."""
 
+import dataclasses
 from typing import Any
 
+from trainapp.memory.live_tensors import Category
 from trainapp.oom.failure import Failure, Recovery
 from trainapp.oom.messages import final_message, shortage_of
 from trainapp.oom.report import sizes_of_phase
 from trainapp.parallel.ranks import Ranks
 from trainapp.techniques.catalogue import Situation
 from trainapp.techniques.ladder import Climb, next_techniques
+from trainapp.techniques.savings import Shortage
 from trainapp.training.session import Session
 
 
@@ -47,7 +50,7 @@ def _common_candidates(session: Session, failure: Failure, size: int, ranks: Ran
     candidates_here = None
     if not failure.by_peer:
         situation = Situation(session.config, session.state.model, session.engine.knows_loss)
-        shortage = shortage_of(session, failure, size)
+        shortage = _with_what_is_not_counted(shortage_of(session, failure, size), failure)
         turned_on = session.turned_on
         candidates_here = next_techniques(situation, shortage, (*turned_on.tried, *turned_on.refused))
 
@@ -57,6 +60,14 @@ def _common_candidates(session: Session, failure: Failure, size: int, ranks: Ran
         if all(setting in candidates for candidates in by_rank):
             common.append(setting)
     return tuple(common)
+
+
+def _with_what_is_not_counted(shortage: Shortage, failure: Failure) -> Shortage:
+    """Return what filled memory, with activations where they were not counted: on the CPU with a validated size."""
+    if not failure.phase.depends_on_size or shortage.of(Category.ACTIVATIONS):
+        return shortage
+    held = {**shortage.held, Category.ACTIVATIONS: shortage.requested}
+    return dataclasses.replace(shortage, held=held)
 
 
 def first_sizes(session: Session, failure: Failure, climb: Climb) -> dict[str, Any]:

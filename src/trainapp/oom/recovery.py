@@ -14,6 +14,8 @@ import os
 import time
 from typing import Any, NoReturn
 
+import torch
+
 from trainapp.errors import MustRestart, OutOfMemory, TrainingStopped
 from trainapp.files import OOM_REPORTS
 from trainapp.memory.detection import is_out_of_memory
@@ -307,15 +309,20 @@ def without_refused(session: Session, failure: Failure) -> Climb:
 
 
 def _stop(session: Session, failure: Failure, reason: str, is_one_process: bool) -> NoReturn:
-    """End a run for which no smaller micro-batch is left."""
+    """End a run for which no smaller micro-batch is left.
+
+    Of several ranks raises torch.OutOfMemoryError: the others would wait for a rank that ends with a UserError, but the
+    launcher ends them when one fails.
+    """
     failure.recovery = dataclasses.replace(NO_RECOVERY, action=f"{reason}, and no smaller micro-batch can fit")
     with contextlib.suppress(OSError):
         write(session, failure)
     text = one_line(failure)
     if is_one_process:
         text += f"\n{_how_to_continue(session)}"
-    error_type = OutOfMemory if failure.is_out_of_memory else TrainingStopped
-    raise error_type(text)
+    if not failure.is_out_of_memory:
+        raise TrainingStopped(text)
+    raise OutOfMemory(text) if is_one_process else torch.OutOfMemoryError(text)
 
 
 def _leave_for_restart(session: Session, failure: Failure, restart: dict[str, Any]) -> None:

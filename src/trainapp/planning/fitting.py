@@ -140,7 +140,7 @@ def largest_size(peak: Callable[[int], int], allowed_peak: int, top: int, smalle
         return top
 
     # As in a run, but from below: the smallest size first, and `top` is known to fail.
-    search = SizeSearch(smallest, clean_steps=1, smallest=smallest, smallest_failing=top, search_has_ended=False)
+    search = SizeSearch(smallest, clean_steps=1, smallest=smallest, smallest_excluded=top, search_has_ended=False)
     while smallest < top:
         try:
             peak_bytes = peak(search.size)

@@ -45,6 +45,8 @@ def techniques_turned_on(
     climb = climb_of(start, restart)
     if climb is not None:
         now = climb.turned_on
+        if CLIMB in restart:  # only the rank that has failed has said so
+            log.warning("the restarted workers go on with %s", climb.text)
     elif start.turned_on is not None:
         now = start.turned_on
     elif TURNED_ON in restart:

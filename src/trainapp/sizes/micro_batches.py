@@ -176,7 +176,7 @@ class MicroBatchSizes:
             return False
 
         largest_fitting = max(history.attempt.samples, history.fewest_samples, search.largest_validated)
-        largest_tried = max(largest_fitting, search.smallest_failing or 0)
+        largest_tried = max(largest_fitting, search.smallest_excluded or 0)
         return search.smallest <= self.current.samples < largest_tried
 
     @property
@@ -234,7 +234,7 @@ class MicroBatchSizes:
         size = self._first_size
         if bucket:
             for failed_bucket, failed in self.searches.items():
-                if failed.smallest_failing:
+                if failed.smallest_excluded:
                     size_of_as_many_elements = int(failed.size * failed_bucket / bucket)
                     size = min(size, size_of_as_many_elements)
         size = min(max(size, self.smallest), self.start)
@@ -268,7 +268,7 @@ class MicroBatchSizes:
             sizes = dict.fromkeys(self.searches, sizes)
         for bucket, size in sizes.items():
             search = self._stored_search(bucket)
-            if search.smallest_failing is None or size < search.smallest_failing:
+            if search.smallest_excluded is None or size < search.smallest_excluded:
                 search.try_size(max(search.smallest, size))
 
     def set_limit(self, size: int) -> None:

@@ -64,7 +64,7 @@ class Sizes:
         restart: dict[str, Any] = {}
         for key, sizes in self._by_key().items():
             searches = sizes.searches.values()
-            has_failed_before = any(search.smallest_failing is not None for search in searches)
+            has_failed_before = any(search.smallest_excluded is not None for search in searches)
             if sizes is failing or has_failed_before:
                 restart[key] = sizes.state_dict()
         return restart | self._counts()

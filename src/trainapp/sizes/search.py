@@ -97,7 +97,7 @@ class SizeSearch:
     clean: int = 0  # clean steps with this size so far, also before a resume
     clean_in_process: int = 0  # those of this process: a new one may have less memory, so it watches a size again
     largest_validated: int = 0
-    smallest_failing: int | None = None  # the smallest micro-batch that failed
+    smallest_excluded: int | None = None  # the smallest micro-batch that failed, or that a failure rules out
     failures_in_a_row: int = 0
     search_has_ended: bool = True  # no larger size is worth trying
     peaks: dict[int, PeakSample] = field(default_factory=dict)  # by size
@@ -179,7 +179,7 @@ class SizeSearch:
             False if no size can fit.
         """
         # Nothing smaller is left, or it has failed, too.
-        has_failed_before = self.smallest_failing is not None and largest >= self.smallest_failing
+        has_failed_before = self.smallest_excluded is not None and largest >= self.smallest_excluded
         if largest <= self.smallest or (self.size <= self.smallest and has_failed_before):
             return False
 
@@ -194,7 +194,7 @@ class SizeSearch:
 
         # What is known of sizes so far.
         self.failures_in_a_row += 1
-        self.smallest_failing = min(largest, self.smallest_failing or largest)
+        self.smallest_excluded = min(largest, self.smallest_excluded or largest)
         if self.largest_validated >= largest:
             self.largest_validated = 0  # a size that fitted once need not fit again
         self.search_has_ended = not self.grow
@@ -221,8 +221,8 @@ class SizeSearch:
             return
 
         larger = self.largest_validated or 2 * samples
-        if self.smallest_failing is not None:
-            larger = min(larger, self.smallest_failing - 1)
+        if self.smallest_excluded is not None:
+            larger = min(larger, self.smallest_excluded - 1)
         self.try_size(max(self.smallest, larger))
 
     def reject_size(self) -> None:
@@ -262,7 +262,7 @@ class SizeSearch:
         return [
             self.size,
             self.largest_validated,
-            self.smallest_failing,
+            self.smallest_excluded,
             self.search_has_ended,
             self.smallest,
             allocation,
@@ -277,18 +277,18 @@ class SizeSearch:
             largest_size: samples on this rank in a step of this run, which may have fewer than the saved one.
         """
         values = [*saved, *_EMPTY_STATE[len(saved) :]]
-        size, largest_validated, smallest_failing, has_ended, smallest, allocation, progress = values
+        size, largest_validated, smallest_excluded, has_ended, smallest, allocation, progress = values
 
         # From a larger global batch: unreachable here, so it would never be validated.
-        if smallest_failing is not None and smallest_failing > largest_size:
-            smallest_failing = None
+        if smallest_excluded is not None and smallest_excluded > largest_size:
+            smallest_excluded = None
             has_ended = True
 
         # Bring all sizes into the range of this run.
         self.smallest = max(self.smallest, min(smallest, largest_size))
         self.size = max(self.smallest, min(size, largest_size))
         self.largest_validated = min(largest_validated, self.size)
-        self.smallest_failing = smallest_failing
+        self.smallest_excluded = smallest_excluded
         self.search_has_ended = has_ended or not self.grow
         if allocation is not None:
             self.last_failure = FailedAllocation(*allocation)
@@ -323,7 +323,7 @@ class SizeSearch:
         if not too_large:
             self.try_size(self.size)  # validated anew
             return True
-        self.smallest_failing = too_large[0]  # smaller than what failed before
+        self.smallest_excluded = too_large[0]  # smaller than what failed before
         self.largest_validated = 0
         self.failures_in_a_row = 0
         self.last_failure = None
@@ -362,15 +362,15 @@ class SizeSearch:
         smaller = max(self.smallest, int(self._size_at_limit()))
         if smaller >= self.size:
             return None
-        self.smallest_failing = self.size
+        self.smallest_excluded = self.size
         return smaller
 
     def _larger_size(self) -> int | None:
         """Return the next size after a validated one; None if the line or a failure excludes every one worth trying."""
         smallest_worth_trying = self.size + max(1, math.ceil(SMALLEST_GAIN * self.size))
-        if self.smallest_failing is None:
+        if self.smallest_excluded is None:
             return self._larger_untried_size(smallest_worth_trying)
-        if self.smallest_failing <= smallest_worth_trying:
+        if self.smallest_excluded <= smallest_worth_trying:
             return None
 
         # The line excludes them: believe it, unless a single measured size determines it.
@@ -380,8 +380,8 @@ class SizeSearch:
 
         # Otherwise the size on the line, less a margin.
         next_size = SAFETY_FACTOR * size_at_limit
-        if next_size >= self.smallest_failing:  # no peak is known, or a failure has disproved the line
-            return (self.size + self.smallest_failing) // 2
+        if next_size >= self.smallest_excluded:  # no peak is known, or a failure has disproved the line
+            return (self.size + self.smallest_excluded) // 2
         return max(self.size + 1, int(next_size))
 
     def _larger_untried_size(self, smallest_worth_trying: int) -> int | None:

@@ -58,11 +58,13 @@ MOVED_ON = ("data", "generator")  # kinds of owners that are not rewound when a 
 
 
 class _Constant(NamedTuple):
-    """A tensor that is rarely written. copy: its value at `version`; None if not needed."""
+    """A tensor that forwards rarely write, a buffer outside the state dict or a tensor in an attribute: its copy serves
+    every take until its version has changed.
+    """
 
     tensor: Tensor
-    version: int
-    copy: Tensor | None
+    version: int  # its version counter when it was copied
+    copy: Tensor | None  # its value at that version; None if not needed
 
 
 class _References(NamedTuple):

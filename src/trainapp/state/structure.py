@@ -19,7 +19,9 @@ Shards = Mapping[tuple[int, str], Tensor]  # by the id of the registry and the n
 
 
 class ModulesKey:
-    """What structures of the same modules and tensors have in common, however much the objects in them may differ."""
+    """An identity, without content: structures that share one have the same modules and tensors, though the objects
+    in their attributes may differ.
+    """
 
 
 class Structure:
@@ -90,7 +92,7 @@ class Structure:
         self.parameters: dict[str, Tensor] = {}  # this rank's shards
         self.leaves: list[Tensor] = []  # the parameters themselves
         self.buffers: dict[str, Tensor] = {}
-        self.constants: dict[str, Tensor] = {}  # buffers that are not in the state dict
+        self.constants: dict[str, Tensor] = {}  # buffers outside the state dict, which forwards rarely write
         collected: set[int] = set()  # ids
         for name, module in named_modules:
             self._collect_tensors(name, module, shards, collected)

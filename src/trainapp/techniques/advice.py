@@ -7,7 +7,7 @@ from trainapp.memory.live_tensors import Category
 from trainapp.techniques.catalogue import RESULTS, Situation, Technique, available
 from trainapp.techniques.savings import Shortage
 
-MOST = 5  # number of techniques that are advised
+MOST_ADVISED = 5  # number of techniques that are advised
 MOST_FOR_CATEGORY = 3  # of them for one category of memory, unless the others have too few
 LEAST_SHARE = 0.1  # of what is missing: a technique that saves less is not advised
 
@@ -20,18 +20,18 @@ class Advice:
         technique: the technique.
         saved_bytes: how many it saves of what filled memory.
         category: of memory in which it saves the most.
-        rank: the sort key among all advice, lower is better: the more its category held the better, then the less the
+        sort_key: among all advice, lower is better: the more its category held the better, then the less the
             training's result changes, then the more it saves.
     """
 
     technique: Technique
     saved_bytes: int
     category: Category
-    rank: tuple[int, int, int]
+    sort_key: tuple[int, int, int]
 
 
 def advised(situation: Situation, shortage: Shortage) -> list[Advice]:
-    """Return at most MOST techniques that apply and are not in force, best first.
+    """Return at most MOST_ADVISED techniques that apply and are not in force, best first.
 
     Args:
         situation: of the run.
@@ -43,7 +43,7 @@ def advised(situation: Situation, shortage: Shortage) -> list[Advice]:
         advice = _advice(technique, situation, shortage)
         if advice is not None and advice.saved_bytes >= least:
             candidates.append(advice)
-    candidates.sort(key=lambda advice: advice.rank)
+    candidates.sort(key=lambda advice: advice.sort_key)
     return _of_several_categories(_without_alternatives(candidates))
 
 
@@ -56,7 +56,7 @@ def _advice(technique: Technique, situation: Situation, shortage: Shortage) -> A
     category = max(savings, key=lambda category: savings[category])
     filled = max(shortage.of(category), int(savings[category]))  # what was asked for is not held yet
     harm = RESULTS.index(technique.result)
-    return Advice(technique, saved_bytes, category, rank=(-filled, harm, -saved_bytes))
+    return Advice(technique, saved_bytes, category, sort_key=(-filled, harm, -saved_bytes))
 
 
 def _without_alternatives(ranked: list[Advice]) -> list[Advice]:
@@ -71,7 +71,7 @@ def _without_alternatives(ranked: list[Advice]) -> list[Advice]:
 
 
 def _of_several_categories(ranked: list[Advice]) -> list[Advice]:
-    """Return the first MOST, of which one category has more than MOST_FOR_CATEGORY only if others leave places."""
+    """Return the first MOST_ADVISED. One category has more than MOST_FOR_CATEGORY only if others leave places."""
     first = []
     rest = []
     count_by_category = Counter[Category]()
@@ -81,5 +81,5 @@ def _of_several_categories(ranked: list[Advice]) -> list[Advice]:
             first.append(advice)
         else:
             rest.append(advice)
-    chosen = [*first, *rest][:MOST]
-    return sorted(chosen, key=lambda advice: advice.rank)
+    chosen = [*first, *rest][:MOST_ADVISED]
+    return sorted(chosen, key=lambda advice: advice.sort_key)

@@ -281,12 +281,16 @@ def _root_of(name: str) -> str:
 
 def _report_shared_draws(session: Session) -> None:
     """Say once which draws have no dimension of the samples, and are therefore the same for all of them."""
-    kernels = set()
-    for layouts in session.engine.draw_record.layouts.values():
+    record = session.engine.draw_record
+    draws = set()
+    for layouts in record.layouts.values():
         for layout in layouts.values():
-            if layout.axis is None and not layout.varies:
-                kernels.add(shown_name(layout.kernel))
-    if kernels:
-        names = ", ".join(sorted(kernels))
+            if not layout.is_shared:
+                continue
+            modules = record.modules_of_shared.get(layout.kernel)  # of one operation that several modules call, all
+            in_modules = f" in {listed(sorted(modules))}" if modules else ""
+            draws.add(f"{shown_name(layout.kernel)}{in_modules}")
+    if draws:
+        names = ", ".join(sorted(draws))
         text = f"drawn once per step, for all samples, since no dimension has their number: {names}"
         session.tracker.warn_once(text, topic="shared draws")

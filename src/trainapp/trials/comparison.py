@@ -122,6 +122,7 @@ class Comparison:
     is_joined: bool = True
     has_chance: bool = False  # whether these others may differ from their parts by chance, such as in random masks
     parts: str = "their halves"  # in words
+    computes_gradients: bool = False  # whether the task was seen to run a backward of its own
     rounding: Rounding = Rounding()
 
     # --- what is compared

@@ -6,6 +6,7 @@ of a batch and its halves add up then, and their gradients do not. Those of the 
 training, since hooks after the accumulation see the sum so far.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +22,10 @@ from trainapp.trials.parts import ModeCalls
 from trainapp.units import listed
 
 # By how much the gradients may differ, relative to their norms. More than for a loss: they may cancel out in it.
-MAX_FP64_ROUNDING = 1e-9
-MAX_ROUNDING = 1e-2  # where a part of the computation is not in fp64; also of a loss that adds up a little less exactly
+MAX_FP64_GRADIENT_ROUNDING = 1e-9
+MAX_GRADIENT_ROUNDING = (
+    1e-2  # where a part of the computation is not in fp64; also of a loss that adds up a little less exactly
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ class GradientBalance:
     @property
     def deviation(self) -> float:
         """The norm of the difference, relative to the gradients of the parts; nan if any is not finite."""
-        return _norm_of_difference(self._of_whole, self._of_parts) / (self._norm_of_parts or 1.0)
+        deviation = _norm_of_difference(self._of_whole, self._of_parts) / (self._norm_of_parts or 1.0)
+        return deviation if math.isfinite(deviation) else math.nan
 
     def _dense_gradients(self) -> list[Tensor | None]:
         gradients: list[Tensor | None] = []
@@ -109,9 +113,9 @@ def compare_gradients(call: ModeCalls, loss_is_exact: bool) -> GradientFinding |
     except Exception as error:  # the first step raises it again, if it is the task's
         return Obstacle(Reason.ERROR, summary_of(error))
     deviation = balance.deviation
-    if not deviation > MAX_FP64_ROUNDING:  # also if it is no number
+    if not deviation > MAX_FP64_GRADIENT_ROUNDING:  # also if it is no number
         return None
-    if deviation > MAX_ROUNDING:
+    if deviation > MAX_GRADIENT_ROUNDING:
         return GradientFinding(deviation)
     observer = Observer()
     call(samples.whole, observer)

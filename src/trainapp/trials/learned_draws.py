@@ -22,6 +22,7 @@ from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
 from trainapp.losses import contrastive
 from trainapp.losses.losses import Metrics, has_embeddings, needs_no_check, needs_whole_batch
+from trainapp.memory.module_path import ModulePath
 from trainapp.parallel.ranks import Ranks
 from trainapp.trials.comparison import SplitValues
 from trainapp.trials.modes import NO_CHECK_NEEDED, OF_CHECKPOINT, Mode, TrialSetup, has_all_values
@@ -160,9 +161,14 @@ def _read_shapes(probe: TaskProbe, mode: Mode, draw_record: DrawRecord) -> tuple
     other_draws: list[str] = []
     draws_of_whole: dict[int, RandomDraw] = {}
     draws_of_half: dict[int, RandomDraw] = {}
+    modules: dict[int, str] = {}  # that draw, by the number of the draw
     for batch, draws in ((samples.whole, draws_of_whole), (samples.first_half, draws_of_half)):
-        sample_draws = SampleDraws((0,), batch.positions, noted, mode.work, draws)
-        sums = probe(batch, mode.training, sample_draws)
+        module_path = ModulePath()
+        running_module = functools.partial(getattr, module_path, "running")
+        sample_draws = SampleDraws((0,), batch.positions, noted, mode.work, draws, running_module=running_module)
+        with module_path.watch():
+            sums = probe(batch, mode.training, sample_draws)
+        modules |= sample_draws.modules
         if sums.drew_outside_torch and not other_draws:
             other_draws.append("Python's or NumPy's of the micro-batch")
     for topic, text in noted.depends.items():
@@ -175,6 +181,9 @@ def _read_shapes(probe: TaskProbe, mode: Mode, draw_record: DrawRecord) -> tuple
     number_in_half = len(samples.first_half.positions)
     layouts = layouts_by_shape(draws_of_whole, draws_of_half, number, number_in_half)
     draw_record.layouts[mode.work] = layouts
+    for draw_number, layout in layouts.items():
+        if layout.is_shared and modules.get(draw_number):
+            draw_record.modules_of_shared.setdefault(layout.kernel, set()).add(modules[draw_number])
     if len(draws_of_whole) != len(draws_of_half):
         draw_record.depends[NUMBER_OF_DRAWS] = (
             f"the forward draws {len(draws_of_whole)} times for {number} samples and {len(draws_of_half)} times for "
@@ -202,7 +211,7 @@ def _in_words(draw_record: DrawRecord, mode: Mode, other_draws: list[str]) -> st
     """
     layouts = draw_record.layouts[mode.work].values()
     varying = {shown_name(layout.kernel) for layout in layouts if layout.varies}
-    shared = {shown_name(layout.kernel) for layout in layouts if layout.axis is None and not layout.varies}
+    shared = {shown_name(layout.kernel) for layout in layouts if layout.is_shared}
     texts = []
     if shared:
         texts.append(f"shared by all samples: {listed(sorted(shared))}")

@@ -134,7 +134,7 @@ def refusal(defect: Defect, comparison: Comparison, mode: Mode) -> str:
                 "mixture's load balance, sum it over samples (a balance per sequence), or declare `whole_batch = True` "
                 "on the task: its batch is then never split (or give it embed and loss_of_embeddings: "
                 "docs/extending.md). If the model normalises over the batch in evaluation mode, let it use running "
-                f"statistics there. {_hint_about_solvers(comparison)}{_IF_MEANT}"
+                f"statistics there. {_hint_about_gradients(comparison)}{_hint_about_solvers(comparison)}{_IF_MEANT}"
             )
         case DefectKind.COUNT:
             return (
@@ -146,6 +146,15 @@ def refusal(defect: Defect, comparison: Comparison, mode: Mode) -> str:
             return _refusal_of_metric(defect.metric, "a mean", comparison, setting)
         case DefectKind.METRIC_NOT_A_SUM:
             return _refusal_of_metric(defect.metric, "not a sum over samples", comparison, setting)
+
+
+def _hint_about_gradients(comparison: Comparison) -> str:
+    if not comparison.computes_gradients:
+        return ""
+    return (
+        "The task computes gradients itself (torch.autograd.grad or backward()): those of a batch's loss, as for SAM, "
+        "an attack or a penalty, are no sum over samples if they are divided by the count or by a norm over the batch. "
+    )
 
 
 def _hint_about_solvers(comparison: Comparison) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from trainapp.data.batch import tensors_in
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.state.stateful import is_expanded
-from trainapp.torch_private import DispatchMode, draws_numbers, storage_id
+from trainapp.torch_private import DispatchMode, draws_numbers, graph_task, storage_id
 
 _ROUNDED_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})  # torch multiplies no fp8
 
@@ -26,6 +26,7 @@ class Observer(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.draws = False  # whether any operation draws random numbers, from whatever generator
+        self.computes_gradients = False  # whether the task itself runs a backward, as by torch.autograd.grad
         # The relative rounding error of the coarsest floating-point dtype in results, of metrics too; 0 without any.
         self.epsilon = 0.0
         self.epsilon_of_arrays = 0.0  # the same of results with several elements: a solver's step size is a scalar
@@ -39,6 +40,7 @@ class Observer(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.draws = self.draws or draws_numbers(func, args, kwargs or {})
+        self.computes_gradients = self.computes_gradients or graph_task() != -1
         for tensor in tensors_in(result):
             if tensor.is_floating_point() or tensor.is_complex():
                 epsilon = torch.finfo(tensor.dtype).eps

@@ -162,7 +162,7 @@ def _compare_halves(call: ModeCalls, halves: SplitResults) -> Finding:
         return obstacle
 
     rounding = Rounding(observer.epsilon_of_loss, observer.epsilon, reordered)
-    comparison = replace(comparison, rounding=rounding)
+    comparison = replace(comparison, rounding=rounding, computes_gradients=observer.computes_gradients)
     if comparison.failing_metrics():
         rerounded = [sums.metrics for sums in call.with_other_rounding(samples.whole)]
         comparison = replace(comparison, rounding=replace(rounding, rerounded_metrics=rerounded))
@@ -214,7 +214,7 @@ def _compare_unequal_parts(call: ModeCalls, whole: Sums) -> Refused | Obstacle |
     alike in both halves. Return None if these add up, too.
     """
     samples = call.probe.samples
-    rounding: Rounding | None = None
+    measured: Comparison | None = None
     for cut in samples.unequal_cuts:
         # Compare without tolerance for rounding, which costs no more calls: mostly that suffices.
         results = _results_of_parts(call, whole, cut)
@@ -225,12 +225,12 @@ def _compare_unequal_parts(call: ModeCalls, whole: Sums) -> Refused | Obstacle |
             continue
 
         # They differ: look whether that means anything, and how far rounding may explain it.
-        if rounding is None:
+        if measured is None:
             measured, obstacle = _with_measured_rounding(call, samples.whole, comparison, [whole])
             if obstacle is not None:
                 return obstacle
-            rounding = measured.rounding
-        comparison = replace(comparison, rounding=rounding)
+        rounding = measured.rounding
+        comparison = replace(comparison, rounding=rounding, computes_gradients=measured.computes_gradients)
         if comparison.difference() is None:
             continue
         refused = _refused_if_defective(comparison, call.mode)
@@ -325,7 +325,7 @@ def _with_measured_rounding(
         rerounded_losses=[sums.loss for sums in rerounded],
         rerounded_metrics=[sums.metrics for sums in rerounded],
     )
-    return replace(comparison, rounding=rounding), None
+    return replace(comparison, rounding=rounding, computes_gradients=observer.computes_gradients), None
 
 
 def _obstacle(call: ModeCalls, results: Iterable[Sums], repeated: Sums, observer: Observer) -> Obstacle | None:

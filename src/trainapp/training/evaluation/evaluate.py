@@ -73,7 +73,7 @@ def _forget_evaluation(session: Session) -> None:
     session.metrics.reset()
     if session.strategy.forward_is_collective:
         session.strategy.finish_accumulation()
-    _undo_writes(session)
+    undo_writes(session)
     session.evaluation = Evaluation(last=session.evaluation.last)
 
 
@@ -114,14 +114,14 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str,
     # Begin the set, or begin it again.
     must_begin_again = batches.is_stream and not current.complete  # a stream is read from its start
     if current.totals is None or must_begin_again:
-        _undo_writes(session)
+        undo_writes(session)
         current.totals = Totals()
         current.embedded = None
         if has_embeddings(session.task):
             current.embedded = SetEmbeddings(session.task)
         current.rows_before = per_sample_copies(session)
         session.metrics.reset()
-    _set_state_aside(session)
+    set_state_aside(session)
 
     # Run its micro-batches, then return to the state before them.
     totals = _totals_with_own_rows(session, name, batches)
@@ -129,7 +129,7 @@ def evaluate_set(session: Session, name: str, batches: EvalBatches) -> dict[str,
         session.strategy.finish_accumulation()
         sizes.record_success(session.ranks, may_change=True)  # a rank may have seen shapes that are new to others
     shared_rows = rows_of_several_ranks(session) if batches.is_shared else None
-    _undo_writes(session)
+    undo_writes(session)
     if shared_rows is not None and not _may_be_shared(session, name, batches, shared_rows):
         _finish_set(session)
         batches.read_all()
@@ -177,9 +177,9 @@ def _totals_with_own_rows(session: Session, name: str, batches: EvalBatches) -> 
 
 def _begin_with_fewer_samples(session: Session, name: str, shared: SharedRows) -> None:
     """Return to the start of a set, and let its micro-batches have no more samples than its buffer has rows."""
-    _undo_writes(session)
+    undo_writes(session)
     session.metrics.reset()
-    _set_state_aside(session)
+    set_state_aside(session)
     session.sizes.evaluation.set_limit(shared.rows)
     set_text = f" of {name}" if name else ""
     has_text = "the set has" if session.ranks.world_size == 1 else "a rank's share of the set has"
@@ -196,7 +196,11 @@ def _may_be_shared(session: Session, name: str, batches: EvalBatches, shared: Ro
     """Return whether the ranks may share a set although they write the same rows, and warn if not. Collective."""
     set_text = f" of {name}" if name else ""
     shared_text = f"the ranks write the same rows of {shared.name} (per_sample_buffers) in the evaluation{set_text}"
-    by_position = are_rows_of_positions(session, name, batches, shared)
+
+    def compute(micro: MicroBatch) -> None:
+        session.engine.evaluate(session.task, micro.data)
+
+    by_position = are_rows_of_positions(session, name, batches, shared, compute)
     if by_position is None:
         session.tracker.warn_once(
             f"{shared_text}, one sample at a time, which does not show whether a row is that of a sequence or of a "
@@ -362,7 +366,7 @@ def _warn_of_accuracy_above_1(session: Session, name: str, totals: Totals, accur
 # --- what forwards in evaluation write
 
 
-def _set_state_aside(session: Session) -> None:
+def set_state_aside(session: Session) -> None:
     """Record the state that the evaluation of a set begins with, unless it continues after an error. The weights'
     average takes their place meanwhile, since forwards may write it, too.
     """
@@ -371,7 +375,7 @@ def _set_state_aside(session: Session) -> None:
             session.evaluation.before = session.snapshot.set_aside()
 
 
-def _undo_writes(session: Session) -> None:
+def undo_writes(session: Session) -> None:
     """Return to the state that was set aside, if any: training does not depend on what forwards in evaluation write."""
     if session.evaluation.before is None:
         return

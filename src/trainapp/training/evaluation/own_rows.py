@@ -2,8 +2,8 @@
 may write the same row, and no two ranks: time steps of one sequence would meet in a micro-batch, or on several ranks.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,20 +95,29 @@ def rows_of_several_ranks(session: Session) -> RowsOfRanks | None:
     return None
 
 
-def are_rows_of_positions(session: Session, set_name: str, batches: EvalBatches, shared: RowsOfRanks) -> bool | None:
+def are_rows_of_positions(
+    session: Session, set_name: str, batches: EvalBatches, shared: RowsOfRanks, compute: Callable[[MicroBatch], Any]
+) -> bool | None:
     """Return whether the model takes the row of a sample's place in its micro-batch (`hidden[:len(inputs)]`), rather
     than that of its sequence: then ranks write the same rows although their sequences are different ones. None if that
     cannot be seen. Collective; call with the state that the set begins with.
 
     With rows of places, the first two samples of a micro-batch, each alone, write one row, and together two. One sample
     at a time, all of them write one row.
+
+    Args:
+        session: the live objects.
+        set_name: the set's, which seeds the generators.
+        batches: those of the set.
+        shared: the rows that several ranks have written.
+        compute: the forward of a micro-batch.
     """
     with as_evaluated(session.engine, set_name):
         fetched = batches.from_sample(0, session.sizes.evaluation.size, session.ranks)
         micro = next(fetched, None)  # None on a rank without samples, unless forwards are collective
         by_position_here = None
         if micro is not None:
-            by_position_here = _writes_by_position(session, micro, shared)
+            by_position_here = _writes_by_position(session, micro, shared, compute)
     if session.strategy.forward_is_collective:
         session.strategy.finish_accumulation()
     if session.sizes.evaluation.limit is not None:  # two samples of a micro-batch have written one row
@@ -119,14 +128,16 @@ def are_rows_of_positions(session: Session, set_name: str, batches: EvalBatches,
     return all(decided) if decided else None
 
 
-def _writes_by_position(session: Session, micro: MicroBatch, shared: RowsOfRanks) -> bool | None:
+def _writes_by_position(
+    session: Session, micro: MicroBatch, shared: RowsOfRanks, compute: Callable[[MicroBatch], Any]
+) -> bool | None:
     """Return whether the first two samples of a micro-batch write rows by their places in it; None if that cannot be
     seen. Runs as many forwards for every micro-batch, since they may be collective.
     """
     second = min(1, micro.samples - 1)
     changed = []
     for numbers in (range(1), range(second, second + 1), range(second + 1)):
-        changed.append(_changes_by(session, micro, numbers).get(shared.name))
+        changed.append(_changes_by(session, micro, numbers, compute).get(shared.name))
     by_first, by_second, by_both = changed
     if not micro.real or by_first is None or by_second is None or by_both is None:
         return None
@@ -137,13 +148,13 @@ def _writes_by_position(session: Session, micro: MicroBatch, shared: RowsOfRanks
     return bool(write_one_row and write_two_rows)
 
 
-def _changes_by(session: Session, micro: MicroBatch, numbers: range) -> Changes:
-    """Return what the evaluation of some samples of a micro-batch writes, and undo it."""
+def _changes_by(session: Session, micro: MicroBatch, numbers: range, compute: Callable[[MicroBatch], Any]) -> Changes:
+    """Return what the forward of some samples of a micro-batch writes, and undo it."""
     (samples,) = split_micro_batch(micro, [numbers])
     before = {name: tensor.clone() for name, tensor in _tensors(session).items()}
     draws = session.engine.sample_draws(samples)
     with session.snapshot.undone(), preserved_rng(session.state.device), draws:
-        session.engine.evaluate(session.task, samples.data)
+        compute(samples)
         return _changes_since(before, session)
 
 
