@@ -9,7 +9,7 @@ import runs
 from faults import Fault
 from harness import Recorded
 
-from trainapp.errors import TrainingStopped
+from trainapp.errors import TrainingStopped, UserError
 from trainapp.techniques.ladder import TurnedOn
 
 from .conftest import MODELS, peak_of, tiny
@@ -134,6 +134,20 @@ def test_a_run_whose_model_refuses_all_ends_with_the_first_message(tmp_path, cap
         Recorded(tiny(tmp_path / "run", *REFUSING, "memory.loss_chunk=null", changes={"memory.limit": limit}))
     assert "the model cannot run with activation_checkpointing=selective at step 1 in backward" in caplog.text
     assert "the model cannot run with activation_checkpointing=full at step 1 in backward" in caplog.text
+
+
+@pytest.mark.slow
+def test_modes_that_fit_only_with_the_loss_in_chunks_turn_it_on(tmp_path, caplog):
+    """A plan knows that without: the run is not started to fail."""
+    wide = (*GPT, "model.depth=1", "data.vocab_size=8192", "model.context_length=512", "data.min_length=null")
+    lowest = peak_of(tmp_path / "lowest", (*wide, FULL, CHUNK, "batch.global_size=2"), 1)
+    overrides = (*wide, "batch.global_size=2", "activation_checkpointing=auto", f"memory.limit={int(1.3 * lowest)}")
+    planned = Recorded(runs.configure(tmp_path / "run", *runs.STEPS_ONLY, *overrides, "batch.micro_size=1"))
+    assert not planned.failures
+    assert planned.run.turned_on.by_attempt == {1: (CHUNK,)}
+    assert "memory.loss_chunk=auto turned on (oom.techniques=same): the plan fits only with it" in caplog.text
+    with pytest.raises(UserError, match="activation_checkpointing=auto: no micro-batch fits"):
+        runs.prepare(tmp_path / "refused", *runs.STEPS_ONLY, *overrides, "oom.techniques=none")
 
 
 def test_the_record_by_attempt_has_each_change_once():

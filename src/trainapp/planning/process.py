@@ -66,6 +66,10 @@ class MemoryPlan:
     seconds: float | None = None
 
 
+class NothingFits(UserError):
+    """A plan knows that no micro-batch fits, whatever the blocks' modes."""
+
+
 class NoAnswer(Exception):
     """The planner's process failed, died or took too long, as the message says."""
 
@@ -172,8 +176,8 @@ def with_checkpointing_modes(config: Config, ranks: "Ranks") -> Config:
     """Return the run's configuration with a mode for each block, if they are open: all blocks are recomputed if memory
     cannot be estimated. Takes some seconds. Collective.
 
-    Raises UserError for a model without blocks, for mistakes in the configuration, and if certainly no micro-batch
-    fits, on all ranks.
+    Raises UserError for a model without blocks, for mistakes in the configuration, and, as NothingFits, if certainly no
+    micro-batch fits, on all ranks.
     """
     from trainapp.parallel.ranks import answered_by_rank_zero
 
@@ -204,7 +208,7 @@ def _planned_modes(config: Config, world_size: int) -> "list[Mode] | None":
     if _cannot_fit(facts):
         limit = bytes_text(facts["limit_bytes"])
         setting = "memory.limit" if config.memory.limit is None else f"memory.limit={config.memory.limit}"
-        raise UserError(
+        raise NothingFits(
             f"activation_checkpointing=auto: no micro-batch fits {limit}. The lowest peak, of a micro-batch of "
             f"{facts['micro_size']}, is {bytes_text(facts['peak_bytes'])} in {facts['phase'].replace('_', ' ')} "
             f"(traced, +-{100 * facts['margin']:.0f}%); raise {setting}, or add what `mode=plan` lists. To train "

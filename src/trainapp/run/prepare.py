@@ -13,14 +13,13 @@ from trainapp.config.claimed_settings import log_claims, with_claimed_settings
 from trainapp.config.schema import Config
 from trainapp.memory.device import DeviceMemory
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
-from trainapp.planning.process import with_checkpointing_modes
 from trainapp.run import directory, resume
 from trainapp.run.first_sizes import changes_of_memory, initial_sizes
 from trainapp.run.result import forget_stop
-from trainapp.run.turned_on import climb_of, techniques_turned_on
+from trainapp.run.turned_on import climb_of, techniques_turned_on, with_planned_modes
 from trainapp.signals import AtWork, StopRequest
 from trainapp.sizes.record import take_restart
-from trainapp.techniques.ladder import Climb, TurnedOn, with_turned_on
+from trainapp.techniques.ladder import Climb, TurnedOn
 from trainapp.training.session import Session
 from trainapp.trials.metrics_trial import try_metrics
 
@@ -72,7 +71,7 @@ def prepare(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Session:
     chosen_config = config
     if trains:
         turned_on = techniques_turned_on(start, restart, checkpoint, ranks)
-        config = with_checkpointing_modes(with_turned_on(config, turned_on.settings), ranks)
+        config, turned_on = with_planned_modes(config, turned_on, ranks)
         chosen_config = _with_modes_of(config, chosen_config)
 
     # The live objects, in the checkpoint's state.

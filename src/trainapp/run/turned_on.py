@@ -1,5 +1,6 @@
 """The techniques that a session begins with: those of a climb, of workers that were restarted, or of a checkpoint."""
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Mapping
@@ -11,8 +12,18 @@ import torch
 from trainapp.assembly.resolved_targets import choose_device
 from trainapp.checkpoint.checkpointer import load_values
 from trainapp.config.schema import Config
+from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
-from trainapp.techniques.ladder import CLIMB, TURNED_ON, Climb, TurnedOn, overrides_turned_on
+from trainapp.planning.process import NothingFits, with_checkpointing_modes
+from trainapp.techniques.ladder import (
+    CLIMB,
+    LOSS_CHUNK,
+    TURNED_ON,
+    Climb,
+    TurnedOn,
+    overrides_turned_on,
+    with_turned_on,
+)
 
 if TYPE_CHECKING:
     from trainapp.run.prepare import SessionStart
@@ -54,6 +65,27 @@ def techniques_turned_on(
     else:
         now = _kept(start.config, saved, memory)
     return dataclasses.replace(now, by_attempt=saved.by_attempt, memory=memory)
+
+
+def with_planned_modes(config: Config, turned_on: TurnedOn, ranks: Ranks) -> tuple[Config, TurnedOn]:
+    """Return the configuration with the techniques that are turned on and with the blocks' modes that were planned; and
+    the techniques, with the loss in chunks if a plan fits only with it. Collective.
+
+    Raises UserError as `with_checkpointing_modes`.
+    """
+    try:
+        return with_checkpointing_modes(with_turned_on(config, turned_on.settings), ranks), turned_on
+    except NothingFits:
+        chunked = turned_on.with_technique(LOSS_CHUNK)
+        chunked_config = with_turned_on(config, chunked.settings)
+        is_new = chunked_config.memory.loss_chunk != with_turned_on(config, turned_on.settings).memory.loss_chunk
+        if config.oom.techniques == "none" or not is_new:
+            raise
+        with contextlib.suppress(UserError):  # nor does it fit with chunks, or not with this model
+            planned = with_checkpointing_modes(chunked_config, ranks)
+            log.warning("%s turned on (oom.techniques=same): the plan fits only with it", LOSS_CHUNK)
+            return planned, chunked
+        raise
 
 
 def _kept(config: Config, saved: TurnedOn, memory: str) -> TurnedOn:

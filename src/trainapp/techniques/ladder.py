@@ -48,6 +48,11 @@ class TurnedOn:
     refused: tuple[str, ...] = ()
     memory: str = ""
 
+    def with_technique(self, technique: str) -> "TurnedOn":
+        """Return these with another technique, by its setting."""
+        settings = settings_with(self.settings, technique)
+        return dataclasses.replace(self, settings=settings, tried=(*self.tried, technique))
+
     def recorded(self, attempt: int) -> "TurnedOn":
         """Return these with the settings in force from an attempt on, unless they were in force before."""
         by_attempt = {first: settings for first, settings in self.by_attempt.items() if first < attempt}
@@ -130,8 +135,7 @@ class Climb:
     @property
     def turned_on(self) -> TurnedOn:
         """All techniques that are turned on, with this one."""
-        settings = settings_with(self.before.settings, self.technique)
-        return dataclasses.replace(self.before, settings=settings, tried=(*self.before.tried, self.technique))
+        return self.before.with_technique(self.technique)
 
     def after_refusal(self) -> "Climb | None":
         """Return a climb with another technique than this one, which the model has refused; None without any left."""
