@@ -1,6 +1,5 @@
 """From settings to a session that is ready for its next step; also what a session starts from."""
 
-import dataclasses
 import functools
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from trainapp.parallel.ranks import Ranks, answered_by_rank_zero
 from trainapp.run import directory, resume
 from trainapp.run.first_sizes import changes_of_memory, initial_sizes
 from trainapp.run.result import forget_stop
-from trainapp.run.turned_on import climb_of, techniques_turned_on, with_planned_modes
+from trainapp.run.turned_on import begin_techniques
 from trainapp.signals import AtWork, StopRequest
 from trainapp.sizes.record import take_restart
 from trainapp.techniques.ladder import Climb, TurnedOn
@@ -66,16 +65,10 @@ def prepare(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Session:
     restart: dict[str, Any] = {}
     if trains and start.is_first:
         restart = take_restart(Path(config.run_dir), has_restarted, ranks)
-    climb = climb_of(start, restart)
-    turned_on = TurnedOn()
-    chosen_config = config
-    if trains:
-        turned_on = techniques_turned_on(start, restart, checkpoint, ranks)
-        config, turned_on = with_planned_modes(config, turned_on, ranks)
-        chosen_config = _with_modes_of(config, chosen_config)
+    techniques = begin_techniques(start, config, restart, checkpoint, ranks)
 
     # The live objects, in the checkpoint's state.
-    session = build.build(config, stop, ranks, start.memory, checkpoint)
+    session = build.build(techniques.config, stop, ranks, start.memory, checkpoint)
     session.snapshot.add_written(start.written)
     saved = None
     if checkpoint is not None:
@@ -92,9 +85,9 @@ def prepare(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Session:
 
     # The techniques that are turned on, from the coming attempt on.
     progress = session.state.progress
-    session.turned_on = turned_on.recorded(progress.step + progress.skipped + 1)
-    session.recovery.chosen_config = chosen_config
-    session.recovery.climb = climb
+    session.turned_on = techniques.turned_on.recorded(progress.step + progress.skipped + 1)
+    session.recovery.chosen_config = techniques.chosen_config
+    session.recovery.climb = techniques.climb
 
     # What is known to depend on the micro-batch. The rest shows in training.
     session.topics_of_trials = frozenset(session.engine.draw_record.depends)
@@ -105,11 +98,7 @@ def prepare(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Session:
         session.meter.began -= saved.get("seconds", 0.0)
 
     # The tasks, and the files.
-    session.recovery.task_states = start.task_states
-    if start.is_first:
-        session.recovery.task_states = _copied_task_states(session)
-    elif checkpoint is None:
-        _restore_tasks(session)
+    _begin_tasks(session, start, begins_again=checkpoint is None)
     try_metrics(session)
     session.engine.drop_gradients()  # of a task that calls backward() in a trial
     build.start_tracking(session)
@@ -118,14 +107,14 @@ def prepare(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Session:
     return session
 
 
-def _with_modes_of(config: Config, chosen: Config) -> Config:
-    """Return the configuration that the user has chosen, with the blocks' modes that were planned for the run: a later
-    session need not plan them again.
-    """
-    settings = config.activation_checkpointing
-    if settings.mode != chosen.activation_checkpointing.mode:
-        return chosen
-    return dataclasses.replace(chosen, activation_checkpointing=settings)
+def _begin_tasks(session: Session, start: SessionStart, begins_again: bool) -> None:
+    """Keep the states with which the tasks begin the run; give them these states where a later session begins again."""
+    if start.is_first:
+        session.recovery.task_states = _copied_task_states(session)
+        return
+    session.recovery.task_states = start.task_states
+    if begins_again:
+        _restore_tasks(session)
 
 
 def _copied_task_states(session: Session) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,16 +32,53 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def climb_of(start: "SessionStart", restart: Mapping[str, Any]) -> Climb | None:
+@dataclass(frozen=True)
+class Techniques:
+    """The techniques with which a session begins.
+
+    Attributes:
+        config: the configuration, with them and with the blocks' modes.
+        chosen_config: the same without those that the run has turned on.
+        turned_on: those.
+        climb: if one of them is new.
+    """
+
+    config: Config
+    chosen_config: Config
+    turned_on: TurnedOn
+    climb: Climb | None
+
+
+def begin_techniques(
+    start: "SessionStart", config: Config, restart: Mapping[str, Any], checkpoint: Path | None, ranks: Ranks
+) -> Techniques:
+    """Return the techniques with which a session begins. Only training turns any on. Collective.
+
+    Raises UserError as `with_checkpointing_modes`.
+
+    Args:
+        start: what the session starts from.
+        config: the configuration as the user and the checkpoint determine it.
+        restart: the content of restart.json.
+        checkpoint: that the session continues from, if any.
+        ranks: all ranks of the run.
+    """
+    if not config.activity.trains:
+        return Techniques(config, config, TurnedOn(), climb=None)
+    climb = _climb_of(start, restart)
+    turned_on = _turned_on(start, restart, checkpoint, ranks)
+    planned_config, turned_on = _with_planned_modes(config, turned_on, ranks)
+    return Techniques(planned_config, _with_modes_of(planned_config, config), turned_on, climb)
+
+
+def _climb_of(start: "SessionStart", restart: Mapping[str, Any]) -> Climb | None:
     """Return the climb with which a session begins: of the session before, or of workers that were restarted."""
     if CLIMB in restart:
         return Climb.of_state_dict(restart[CLIMB])
     return start.climb
 
 
-def techniques_turned_on(
-    start: "SessionStart", restart: Mapping[str, Any], checkpoint: Path | None, ranks: Ranks
-) -> TurnedOn:
+def _turned_on(start: "SessionStart", restart: Mapping[str, Any], checkpoint: Path | None, ranks: Ranks) -> TurnedOn:
     """Return the techniques that are turned on when a session begins. Collective.
 
     Those of the session before, or those that restarted workers left; otherwise the checkpoint's, if the memory is the
@@ -53,7 +91,7 @@ def techniques_turned_on(
         saved = TurnedOn.of_state_dict(facts)
 
     memory = _memory_text(start.config, ranks)
-    climb = climb_of(start, restart)
+    climb = _climb_of(start, restart)
     if climb is not None:
         now = climb.turned_on
         if CLIMB in restart:  # only the rank that has failed has said so
@@ -67,7 +105,7 @@ def techniques_turned_on(
     return dataclasses.replace(now, by_attempt=saved.by_attempt, memory=memory)
 
 
-def with_planned_modes(config: Config, turned_on: TurnedOn, ranks: Ranks) -> tuple[Config, TurnedOn]:
+def _with_planned_modes(config: Config, turned_on: TurnedOn, ranks: Ranks) -> tuple[Config, TurnedOn]:
     """Return the configuration with the techniques that are turned on and with the blocks' modes that were planned; and
     the techniques, with the loss in chunks if a plan fits only with it. Collective.
 
@@ -86,6 +124,16 @@ def with_planned_modes(config: Config, turned_on: TurnedOn, ranks: Ranks) -> tup
             log.warning("%s turned on (oom.techniques=same): the plan fits only with it", LOSS_CHUNK)
             return planned, chunked
         raise
+
+
+def _with_modes_of(config: Config, chosen: Config) -> Config:
+    """Return the configuration that the user has chosen, with the blocks' modes that were planned for the run: a later
+    session need not plan them again.
+    """
+    settings = config.activation_checkpointing
+    if settings.mode != chosen.activation_checkpointing.mode:
+        return chosen
+    return dataclasses.replace(chosen, activation_checkpointing=settings)
 
 
 def _kept(config: Config, saved: TurnedOn, memory: str) -> TurnedOn:

@@ -236,6 +236,10 @@ def next_techniques(situation: Situation, shortage: Shortage, excluded: Collecti
 
 
 def _is_chosen(technique: Technique, config: Config) -> bool:
-    """Return whether the command line sets what the technique would."""
+    """Return whether the command line sets what the technique would. `activation_checkpointing=auto` leaves the blocks'
+    modes to the program.
+    """
     names = [override.partition("=")[0] for override in technique.setting.split()]
+    if config.activation_checkpointing.mode == "auto":
+        names = [name for name in names if name != "activation_checkpointing"]
     return any(config.chooses(name) for name in names)
