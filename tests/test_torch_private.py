@@ -450,6 +450,8 @@ def test_fsdps_parts():
     assert "sharded_param.requires_grad" in inspect.getsource(FSDPParamGroup._init_mp_dtypes)
     assert "if self._is_root is not None" in inspect.getsource(FSDPState._lazy_init)
     assert callable(FSDPModule._get_fsdp_state)
+    final = inspect.getsource(FSDPState._root_post_backward_final_callback)
+    assert "state._training_state = TrainingState.IDLE" in final  # `is_in_forward`
     assert "_local_tensor" in DTensor.__slots__
 
 

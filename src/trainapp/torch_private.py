@@ -446,6 +446,22 @@ def written_gathered_parameters(root: Any) -> list[str]:
     return names
 
 
+def has_gathered_gradients(root: Any) -> bool:
+    """Return whether gathered parameters hold gradients that FSDP2 has not reduced into the shards."""
+    for parameter in _fsdp_parameters(root):
+        gathered = getattr(parameter, "_unsharded_param", None)  # from its first all-gather on
+        if parameter.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None):
+            return True
+    return False
+
+
+def is_in_forward(root: Any) -> bool:
+    """Return whether FSDP2 is in the forward of its root module. The end of any backward inside that forward ends it
+    (torch 2.13, fsdp/_fully_shard/_fsdp_state.py, `_root_post_backward_final_callback`).
+    """
+    return root._get_fsdp_state()._training_state.name == "FORWARD"
+
+
 def _fsdp_parameters(root: Any) -> Iterator[Any]:
     """Yield FSDP2's own records of the parameters that it shards."""
     for state in root._get_fsdp_state()._state_ctx.all_states:

@@ -402,3 +402,77 @@ def sums_of_sums(model: nn.Module, batch: Any) -> Any:
     loss, count, _ = of_sequences(model, batch)
     is_right = model(batch["inputs"]).argmax(-1) == batch["targets"]
     return loss, count, {"accuracy": is_right.sum(1).sum().float()}
+
+
+# Gradients of the inputs
+
+
+def gradient_penalty(model, batch):
+    """Of the inputs' gradient, after which the model is called again."""
+    inputs = batch["inputs"].clone().requires_grad_()
+    outputs = model(inputs)
+    (gradient,) = torch.autograd.grad(outputs.square().sum(), inputs, create_graph=model.training)
+    logits = model(batch["inputs"] * 0.5)
+    loss = F.cross_entropy(logits + outputs, batch["targets"], reduction="sum")
+    return loss + gradient.square().sum(), len(logits), {}
+
+
+class Attacked:
+    """In evaluations, the accuracy on inputs moved by the sign of the loss's gradient.
+
+    Args:
+        by_backward: whether the gradient is computed by `backward()`, otherwise by `autograd.grad`.
+    """
+
+    def __init__(self, by_backward: bool = False):
+        self.by_backward = by_backward
+
+    def __call__(self, model, batch):
+        inputs, targets = batch["inputs"], batch["targets"]
+        metrics = {}
+        if not model.training:
+            with torch.enable_grad():
+                moved = inputs.clone().requires_grad_()
+                loss = F.cross_entropy(model(moved), targets, reduction="sum")
+                if self.by_backward:
+                    loss.backward()
+                    gradient = moved.grad
+                else:
+                    (gradient,) = torch.autograd.grad(loss, moved)
+            attacked = model(inputs + 0.1 * gradient.sign())
+            metrics["loss_under_attack"] = F.cross_entropy(attacked, targets, reduction="sum")
+        logits = model(inputs)
+        return F.cross_entropy(logits, targets, reduction="sum"), len(logits), metrics
+
+
+class Linear(Net):
+    """Without activations: the gradient of the inputs is a product of the weights."""
+
+    def __init__(self, num_classes: int, width: int = 16, dropout: float = 0.0):
+        super().__init__(num_classes, width)
+        self.layers = nn.ModuleList(nn.Linear(n, width) for n in (64, width))
+
+
+def penalty_first(model, batch):
+    """The penalty's gradients reach the weights, but no output of a block, after those of the second call."""
+    inputs = batch["inputs"].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=model.training)
+    logits = model(batch["inputs"])
+    loss = F.cross_entropy(logits, batch["targets"], reduction="sum")
+    return loss + gradient.square().sum(), len(logits), {}
+
+
+def penalty_last(model, batch):
+    logits = model(batch["inputs"])
+    inputs = batch["inputs"].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=model.training)
+    loss = F.cross_entropy(logits, batch["targets"], reduction="sum")
+    return loss + gradient.square().sum(), len(logits), {}
+
+
+def calls_backward(model, batch):
+    """In training."""
+    inputs = batch["inputs"].clone().requires_grad_()
+    model(inputs).sum().backward()
+    logits = model(inputs)
+    return F.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {}

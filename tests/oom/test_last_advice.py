@@ -23,6 +23,11 @@ LARGE_LLAMA = hf_files.LLAMA.replace("hidden_size: 32", "hidden_size: 256").repl
 TOKENS = ("data=synthetic_tokens", "data.vocab_size=64", "data.context_length=16", "data.size=64", "data.val_size=16")
 WHOLE = ("model=hf", "model.task=causal_lm", LARGE_LLAMA, *TOKENS, "train.ema=null", "batch.global_size=8")
 LORA = (*WHOLE, "adapter=lora")
+# At one sample per micro-batch, weights or what the optimizer's step needs exceed the activations.
+FEW_TOKENS = ("model=gpt", "data=synthetic_tokens", "data.context_length=32", "data.size=64", "batch.global_size=8")
+WIDE = (*FEW_TOKENS, "model.depth=4", "model.width=384", "data.vocab_size=200", "train.ema=null")
+WORDS = (*FEW_TOKENS, "model.depth=2", "model.width=64", "data.vocab_size=4000", "train.ema=null")
+AVERAGED = (*FEW_TOKENS, "model.depth=3", "model.width=128", "data.vocab_size=200")
 LINE = re.compile(r"^  (\S+=.+?): saves up to (\S+ \S+) \(.+\); costs .+$", re.MULTILINE)
 
 
@@ -40,7 +45,8 @@ def advice(run_dir, *overrides, faults=(), **changes) -> dict[str, int]:
 
 
 def test_a_commit_is_not_helped_by_techniques_of_the_forward(tmp_path):
-    found = advice(tmp_path, *GPT, "batch.micro_size=1", faults=[Fault("commit", 2, times=9)])
+    deeper = "model.depth=3"  # with one block, the step of AdamW in fewer bits needs more than it saves
+    found = advice(tmp_path, *GPT, deeper, "batch.micro_size=1", faults=[Fault("commit", 2, times=9)])
     assert next(iter(found)) == "optimizer=adamw_bf16"
     assert not any(setting.startswith(OF_THE_FORWARD) for setting in found)
 
@@ -92,3 +98,45 @@ def test_adapters_are_advised_where_gradients_and_state_fill_memory_and_save_wha
     found = advice(tmp_path / "run", *WHOLE, **limited)
     saved = peak - peak_of(tmp_path / "saved", LORA, 1)
     assert saved == pytest.approx(found["adapter=lora"], rel=0.1)
+
+
+@pytest.mark.slow
+def test_an_adapters_base_in_bf16_also_saves_its_copies(tmp_path):
+    needs_adapters()
+    lora = (*LORA, "precision=bf16")
+    peak = peak_of(tmp_path / "peak", lora, 1)
+    limited = {"batch.micro_size": 1, "memory.limit": int(0.97 * peak)}
+    found = advice(tmp_path / "run", *lora, **limited)
+    setting = "adapter.base_dtype=bf16"
+    assert next(iter(found)) == setting
+    saved = peak - peak_of(tmp_path / "saved", (*lora, setting), 1)
+    assert saved == pytest.approx(found[setting], rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "advised", "needs_more"),
+    [
+        (WIDE, ["precision=bf16_pure optimizer=adamw_bf16", "optimizer=adamw_4bit"], ["precision=bf16"]),
+        ((*WIDE, "precision=bf16"), ["precision=bf16_pure optimizer=adamw_bf16", "optimizer=adamw_4bit"], []),
+        (
+            WORDS,
+            ["precision=bf16_pure optimizer=adamw_bf16"],
+            ["optimizer=adamw_bf16", "optimizer=adamw_8bit", "optimizer=adamw_4bit"],
+        ),
+        (AVERAGED, ["optimizer=adamw_4bit"], ["precision=bf16"]),
+    ],
+    ids=["wide", "wide in bf16", "words", "averaged"],
+)
+def test_what_needs_more_memory_is_not_advised_and_the_rest_saves_what_is_said(
+    tmp_path, overrides, advised, needs_more
+):
+    peak = peak_of(tmp_path / "peak", overrides, 1)
+    limited = {"batch.micro_size": 1, "memory.limit": int(0.99 * peak)}
+    found = advice(tmp_path / "run", *overrides, **limited)
+    for number, setting in enumerate(advised):
+        saved = peak - peak_of(tmp_path / f"advised {number}", (*overrides, *setting.split()), 1)
+        assert found[setting] == pytest.approx(saved, rel=0.1), setting
+    for number, setting in enumerate(needs_more):
+        assert peak_of(tmp_path / f"worse {number}", (*overrides, *setting.split()), 1) > peak
+        assert setting not in found

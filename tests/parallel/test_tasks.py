@@ -19,8 +19,8 @@ NET = (
 )
 
 
-def alone(cell, task):
-    (reference,) = cell.reference(0, *NET, f"task=own_tasks.{task}", tiny=TINY)
+def alone(cell, task, *overrides):
+    (reference,) = cell.reference(0, *NET, f"task=own_tasks.{task}", *overrides, tiny=TINY)
     return reference
 
 
@@ -35,6 +35,51 @@ def test_methods_and_parameters_of_the_model(cell, spread, task):
     assert_same(run(cell, 2, task, f"parallel={spread}"), reference)
     log_vars = reference.weights[:2]  # which only the task reads
     assert (log_vars != 0).all() == (task == "reads_attributes")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("parallel=hsdp",),
+        ("parallel.fsdp.reshard_after_forward=false",),
+        ("parallel.fsdp.sync_every_micro_batch=false",),
+        ("parallel.fsdp.prefetch=2", "activation_checkpointing=full"),
+    ],
+    ids=" ".join,
+)
+def test_a_gradient_penalty_on_shards(cell, more):
+    """Its second derivatives read the weights of blocks that the loss's backward has passed or not begun."""
+    reference = alone(cell, "gradient_penalty")
+    assert_same(run(cell, 2, "gradient_penalty", "parallel=fsdp", *more), reference)
+    without = alone(cell, "calls_twice")
+    assert error(without.weights, reference.weights) > 1e-2  # the comparison can fail
+
+
+@pytest.mark.parametrize("task", ["penalty_first", "penalty_last"])
+def test_a_penalty_of_weights_alone(cell, task):
+    """A gradient that comes after the sum over the ranks is refused, not lost."""
+    linear = "model._target_=own_tasks.Linear"
+    reference = alone(cell, task, linear)
+    records = run(cell, 2, task, linear, "parallel=fsdp")
+    if task == "penalty_last":
+        assert_same(records, reference)
+    else:
+        for record in records:
+            assert "call the model for the inner gradients last" in record.error
+
+
+@pytest.mark.parametrize("spread", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("by_backward", [False, True])
+def test_attacks_in_evaluations(cell, spread, by_backward):
+    task = (f"task.by_backward={by_backward}", "every.eval=2")
+    (reference,) = cell.reference(0, *NET, "task._target_=own_tasks.Attacked", *task, tiny=TINY)
+    records = cell.run(2, *NET, "task._target_=own_tasks.Attacked", *task, f"parallel={spread}", tiny=TINY)
+    assert_same(records, reference)
+    assert len(reference.evaluated) > 1
+    for record in records:
+        for evaluated, expected in zip(record.evaluated, reference.evaluated, strict=True):
+            assert evaluated == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_task_outside_of_the_wrapper_fails_it(cell):
@@ -55,6 +100,7 @@ def test_all_parameters_read_by_a_task(cell):
     [  # while training, and before
         ("ddp", "with_parameters", "the loss depends on 1 parameters that are not among model.parameters()"),
         ("fsdp", "mean", "the loss is a mean, but a sum is required"),
+        ("fsdp", "calls_backward", "use torch.autograd.grad for gradients inside a task"),
     ],
 )
 def test_what_is_refused(cell, spread, task, message):

@@ -179,6 +179,50 @@ class Counting(Alike):
         return self.head(x)
 
 
+class WideBlock(Block):
+    """Of three blocks, one needs six times the activations, by its index."""
+
+    def __init__(self, index, kind):
+        super().__init__(index, "wide")
+        self.layer = nn.Linear(256, 256)
+
+    def forward(self, inputs):
+        x = self.layer(inputs)
+        if self.index % 3 == 2:
+            x = x.repeat(1, 6).sin().cos().reshape(len(x), 6, -1).mean(1)
+        return inputs + x
+
+
+class SomeWide(nn.Module):
+    """Blocks of which some need more; of a single sample it is little beside the weights."""
+
+    def __init__(self, num_classes: int = 10):
+        super().__init__()
+        self.stem = nn.Linear(64, 256)
+        self.layers = nn.ModuleList(WideBlock(index, "wide") for index in range(9))
+        self.head = nn.Linear(256, num_classes)
+
+    def blocks(self):
+        return list(self.layers)
+
+    def forward(self, inputs):
+        x = self.stem(inputs.flatten(1))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_first_trace_of_few_samples_does_not_hide_how_blocks_differ():
+    model = (*OWN, "user_packages=[test_equal_blocks]", "model._target_=test_equal_blocks.SomeWide")
+    estimator, config = estimated(*model, "batch.global_size=64", "batch.micro_size=1")
+    full = estimator.peak(config, 1)
+    assert estimator._extrapolated_peak(config, 1).total == pytest.approx(full.total, rel=0.01)
+    _, checkpointed = estimated(*model, "batch.global_size=64", "activation_checkpointing=full")
+    breakdown = estimator.peak(checkpointed, 64)
+    assert not breakdown.leaves_out_blocks
+    assert breakdown.total > 1.1 * estimator._extrapolated_peak(checkpointed, 64).total
+
+
 @pytest.mark.parametrize(
     ("kind", "is_extrapolated"), [(Alike, True), (Kinds, False), (Counting, False), (Narrowing, False)]
 )

@@ -6,6 +6,7 @@ parameter's index and the element.
 
 import functools
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,11 @@ def can_update(weight: Tensor, gradient: Tensor) -> bool:
         and has_values(weight)  # a trace launches nothing
         and _is_usable(weight.device)
     )
+
+
+def may_update_on(device: torch.device) -> bool:
+    """Return whether updates on the device are one launch, as far as that is known without a trial."""
+    return device.type in DEVICE_TYPES and find_spec("triton") is not None
 
 
 def update(

@@ -24,10 +24,13 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 SMALLEST = 4096  # elements: smaller parameters, such as norms and biases, keep moments in fp32
 StateDtype = Literal["bf16", "fp32", "8bit", "4bit"]
-# Elements computed in fp32 at a time, with six temporaries: 6 MiB on the CPU, where they stay in its caches, and 96 MiB
-# elsewhere, where each operation has a fixed cost. A multiple of every block.
+# Elements computed in fp32 at a time, with their temporaries: up to 9 MiB on the CPU, where they stay in its caches,
+# and 148 MiB elsewhere, where each operation has a fixed cost. A multiple of every block.
 PIECE_SIZES = {"cpu": 1 << 18}
 DEFAULT_PIECE_SIZE = 1 << 22
+# By `state_dtype`, in numbers of fp32 per element of a piece: copies of weight, gradient and both moments, and what
+# rounding needs.
+_TEMPORARIES = {"fp32": 4.0, "bf16": 5.25, "8bit": 9.25, "4bit": 9.25}
 _LAST_BIT = 1 << 16  # of bf16, in the bits of fp32
 
 
@@ -168,6 +171,18 @@ class AdamW(torch.optim.Optimizer):
             copy_rounded(stored.view(-1)[piece], values, generator)
         else:
             self._quantizers[name].write(stored, state[f"{name}_scale"], piece, values, generator)
+
+
+def bytes_of_temporaries(elements: int, device: torch.device, state_dtype: StateDtype) -> float:
+    """Return the bytes that the update of a parameter in fp32 by torch's kernels needs for a while.
+
+    Args:
+        elements: of the parameter.
+        device: of the parameter.
+        state_dtype: see `AdamW`.
+    """
+    piece = min(elements, PIECE_SIZES.get(device.type, DEFAULT_PIECE_SIZE))
+    return 4 * piece * _TEMPORARIES[state_dtype]
 
 
 def _apply_adamw(

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +15,13 @@ from torch.overrides import TorchFunctionMode
 from trainapp.config.schema import Fsdp
 from trainapp.errors import UserError
 from trainapp.parallel.ranks import Ranks
-from trainapp.parallel.strategy import Strategy, Task, TaskModule, compute_within
+from trainapp.parallel.strategy import CALLS_BACKWARD, Strategy, Task, TaskModule, compute_within
 from trainapp.torch_private import (
     SET_DATA,
     clear_gathered_gradients,
     fsdp_collectives,
+    has_gathered_gradients,
+    is_in_forward,
     is_shard,
     prepare_fsdp,
     tree_map,
@@ -78,6 +81,12 @@ class FSDP(Strategy):
         task_module = TaskModule(model)
         self._root: Any = fully_shard(task_module, **options)  # an FSDPModule, mixed into the TaskModule
         self._units = [self._root, *sharded_blocks]
+
+        # The current micro-batch
+        self._has_inner_backward = False  # whether its task has called autograd
+        self._reduces = True  # whether its backward reduces gradients
+        self._holds_sums = False  # whether gathered parameters hold unreduced gradients of earlier ones
+
         self.recovers_in_place = hasattr(self._root, "reset_iter_state")  # from torch 2.13 on
 
         # What happens around each unit's forward and backward
@@ -92,14 +101,25 @@ class FSDP(Strategy):
         prepare_fsdp(self._root)
 
     def compute(self, task: Task, batch: Any) -> tuple[Any, ...]:
-        """Run the task in the root's forward. Raises UserError if a block's parameter is read outside the block."""
+        """Run the task in the root's forward. Raises UserError if a block's parameter is read outside the block.
+
+        A backward inside the task, as of a gradient penalty, neither shards parameters nor sums gradients over ranks.
+        The loss's backward then shards none either: it needs the weights of a block before it has reached the block,
+        and after it has passed it.
+        """
+        self._has_inner_backward = False
+        self._set_backward(reshards=False, reduces=False)
         try:
-            result = compute_within(self._root, task, batch)
+            result = compute_within(self._root, functools.partial(self._run_task, task), batch)
             reads_shards = is_shard(result[0])  # numbers mix with shards without an error
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             reads_shards = True
+        finally:
+            self._set_backward(reshards=not self._has_inner_backward, reduces=self._reduces)
+        if self._has_inner_backward and not torch.is_grad_enabled():
+            self._reshard()
         if not reads_shards:
             return result
         raise UserError(
@@ -107,17 +127,48 @@ class FSDP(Strategy):
             "where only a shard of it exists; use it in the block, keep the block out of blocks(), or use parallel=ddp"
         )
 
+    def _run_task(self, task: Task, model: nn.Module, batch: Any) -> tuple[Any, ...]:
+        """Run the task, which may call autograd. Raises UserError if it gives parameters gradients in training."""
+        result = task(model, batch)
+        if is_in_forward(self._root):
+            return result
+
+        self._has_inner_backward = True
+        if not torch.is_grad_enabled():
+            clear_gathered_gradients(self._root)
+        elif not self._holds_sums and has_gathered_gradients(self._root):
+            raise UserError(CALLS_BACKWARD)
+        else:
+            for unit in self._units:
+                unit.unshard()
+        return result
+
+    def _set_backward(self, reshards: bool, reduces: bool) -> None:
+        """Set whether a backward frees the parameters of the units that it has passed, and reduces their gradients."""
+        for unit in self._units:
+            unit.set_reshard_after_backward(reshards, recurse=False)
+            unit.set_requires_gradient_sync(reduces, recurse=False)
+
     def to_empty(self, device: torch.device) -> None:
         """Allocate the shards of a model that was built on the meta device."""
         self._root.to_empty(device=device)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Reduce gradients into the shards in every micro-batch, or in the last (`sync_every_micro_batch=false`)."""
-        if not self.settings.sync_every_micro_batch:
-            self._root.set_requires_gradient_sync(last)
+        """Reduce gradients into the shards in every micro-batch, or in the last (`sync_every_micro_batch=false`).
+
+        Raises UserError if some have come too late, because of a backward inside the task.
+        """
+        self._reduces = last or self.settings.sync_every_micro_batch
         self._root.set_is_last_backward(last)
         yield
+        self._holds_sums = not self._reduces
+        if self._has_inner_backward and self._reduces and has_gathered_gradients(self._root):
+            raise UserError(
+                "parallel=fsdp: the task or the model calls autograd itself, and gradients have reached a block after "
+                "those of the block were summed over the ranks; call the model for the inner gradients last, use its "
+                "output in the loss, or use parallel=ddp"
+            )
 
     def finish_accumulation(self) -> None:
         """Also free what an evaluation gathered and, with `reshard_after_forward=false`, kept: the next step would
@@ -135,6 +186,10 @@ class FSDP(Strategy):
                 "lost; return their module from the model's blocks(), write them before training or in a callback, or "
                 "use parallel=ddp"
             )
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Free all gathered parameters."""
         for unit in self._units:
             unit.reshard()
 
@@ -146,6 +201,8 @@ class FSDP(Strategy):
         super().abort_step()
         prepare_fsdp(self._root)  # an error may precede the first forward, which creates what the reset needs
         self._root.reset_iter_state()
+        self._reduces = True
+        self._holds_sums = False
         clear_gathered_gradients(self._root)
         self.model.zero_grad(set_to_none=True)
 

@@ -16,6 +16,10 @@ from trainapp.parallel.ranks import Ranks
 from trainapp.torch_private import is_shard
 
 WARM_UP_BYTES = (64, 32 * 2**20)  # of a whole buffer: small and large messages take different algorithms
+CALLS_BACKWARD = (  # the message of an error
+    "the task changes the gradients of the model's parameters, by calling backward() or zero_grad() itself: they hold "
+    "the sum over the micro-batches so far; use torch.autograd.grad for gradients inside a task"
+)
 Task = Callable[[nn.Module, Any], tuple[Any, ...]]  # see `losses.losses`
 
 

@@ -30,7 +30,7 @@ from trainapp.units import parse_memory_size
 
 FEW_BLOCKS = (2, 4)  # numbers of blocks of the two traces from which a model of more equal blocks is extrapolated
 MOST_FULL_BLOCKS = 6  # a model of more equal blocks is extrapolated: the two traces together have as many
-MOST_DEVIATION = 0.01  # of an extrapolated peak from that of the first full trace; with more, all traces are full
+MOST_DEVIATION = 0.01  # of extrapolated peaks from those of the first full traces; with more, all traces are full
 _VARIES = "the batches differ in shape: the plan is for the longest of the first; a longer one needs more"
 _MADE_UP = "the model reads values, which were made up: with real ones it may need more"
 log = logging.getLogger(__name__)
@@ -108,16 +108,27 @@ class TracedEstimator:
         return self.full_peak(config, size)
 
     def _can_be_extrapolated(self, config: Config, size: int, full: Breakdown) -> bool:
-        """Return whether the peak of the model with all blocks is known from a few of them."""
+        """Return whether the peak of the model with all blocks is known from a few of them: at this size and at the
+        largest, at which activations count the most.
+
+        Args:
+            config: the configuration.
+            size: of a micro-batch.
+            full: its peak with all blocks.
+        """
         # With several ranks, what is gathered ahead and when depends on the number of blocks.
         if self.world_size > 1 or self._blocks <= MOST_FULL_BLOCKS or not _has_equal_settings(config):
             return False
+        largest = largest_share(config, self.targets, self.world_size)
         try:
-            from_few_blocks = self._extrapolated_peak(config, size)
+            if not _agree(self._extrapolated_peak(config, size), full):
+                return False
+            if size == largest:
+                return True
+            return _agree(self._extrapolated_peak(config, largest), self.full_peak(config, largest))
         except Exception as error:  # the model's own: its forward may need all blocks
             log.debug("blocks cannot be left out: %s", error)
             return False
-        return abs(from_few_blocks.total - full.total) <= MOST_DEVIATION * full.total
 
     def _extrapolated_peak(self, config: Config, size: int) -> Breakdown:
         """Return the peak on the lines through the traces with FEW_BLOCKS. Raises UnequalBlocks."""
@@ -205,6 +216,10 @@ class TracedEstimator:
         if has_three_full and not self.targets.has_embeddings:
             return 2 * size * self.world_size
         return config.batch.global_size
+
+
+def _agree(from_few_blocks: Breakdown, full: Breakdown) -> bool:
+    return abs(from_few_blocks.total - full.total) <= MOST_DEVIATION * full.total
 
 
 def _has_equal_settings(config: Config) -> bool:

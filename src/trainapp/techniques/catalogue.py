@@ -380,7 +380,7 @@ def _bf16_base(
 TECHNIQUES = (
     Technique(
         "precision=bf16",
-        saves="up to half of the activations",
+        saves="up to half of the activations, less a copy of the weights in bf16",
         costs="matmuls keep only 8 bits of precision; saves time where the device computes in bf16",
         relieves=_ACTIVATIONS,
         estimate=savings.by_16_bits,
@@ -531,7 +531,12 @@ TECHNIQUES = (
         in_force=lambda config: config.adapter.kind != "none",
         needs=_require_linear_layers,
     ),
-    _bf16_base("adapter.base_dtype=bf16", "half of the adapters' frozen base", _PARAMETERS, _has_fp32_base),
+    _bf16_base(
+        "adapter.base_dtype=bf16",
+        "half of the adapters' frozen base, and its copies in 16 bits",
+        _PARAMETERS | _ACTIVATIONS,
+        _has_fp32_base,
+    ),
     _bf16_base(
         "adapter.base_dtype=bf16 precision=bf16",
         "half of the adapters' frozen base, and up to half of the activations",

@@ -5,22 +5,24 @@ relieve. Their arguments: the configuration, the one with the technique, the mod
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from trainapp.config.schema import Config
 from trainapp.memory.live_tensors import Category
 from trainapp.memory.static import size_of
 from trainapp.models.adapters import linear_layers
 from trainapp.models.inspect import last_layer
-from trainapp.optim.low_precision import SMALLEST
+from trainapp.optim import fused_adamw
+from trainapp.optim.low_precision import SMALLEST, bytes_of_temporaries
 from trainapp.optim.quantizer import BLOCKS
 from trainapp.techniques.chunked_loss import auto_rows
+from trainapp.torch_private import local
 
 MODES_IN_FP32 = ("fp32", "tf32")  # of precision: all others compute in 16 bits
 # Of AdamW's two moments together, by their dtype, in numbers of fp32 per element: of codes with a scale per block.
@@ -81,8 +83,12 @@ def optimizer_state_size(config: Config) -> float | None:
             return None
 
 
-def by_other_optimizer(config: Config, changed: Config, model: nn.Module, shortage: Shortage) -> Savings:
-    """Return what another optimizer saves of the state; nothing if either's state is not known."""
+def by_other_optimizer(
+    config: Config, changed: Config, model: nn.Module, shortage: Shortage, saved_activations: float = 0.0
+) -> Savings:
+    """Return what another optimizer saves of the state, less what its step needs; nothing if either's state is not
+    known. saved_activations: bytes that are saved beside it.
+    """
     state = optimizer_state_size(config)
     changed_state = optimizer_state_size(changed)
     if not state or changed_state is None:
@@ -94,27 +100,123 @@ def by_other_optimizer(config: Config, changed: Config, model: nn.Module, shorta
         sizes = _trained_sizes(model)
         quantized = sum(size for size in sizes if size >= SMALLEST)
         saved *= quantized / max(1, sum(sizes))
-    return {Category.OPTIMIZER_STATE: saved}
+
+    # What its step needs for a while: where activations were, or beside them.
+    needed_before = _temporaries_of_step(config, model)
+    needed = _temporaries_of_step(changed, model)
+    if not config.optimizer.in_backward:
+        room = _room_of_activations(model, shortage)
+        needed_before = max(room, needed_before)
+        needed = max(room - saved_activations, needed) + saved_activations
+    return {Category.OPTIMIZER_STATE: saved - (needed - needed_before)}
+
+
+def _room_of_activations(model: nn.Module, shortage: Shortage) -> float:
+    """Return the bytes of activations that are free in the optimizer's step, which needs all gradients."""
+    gradients = size_of(parameter for parameter in model.parameters() if parameter.requires_grad)
+    taken = shortage.of(Category.GRADIENTS) + shortage.of(Category.ACTIVATIONS) + shortage.requested
+    return max(0.0, taken - gradients)
+
+
+def _temporaries_of_step(config: Config, model: nn.Module) -> float:
+    """Return the bytes of what an optimizer's step needs for a while, as far as it is known: of AdamW in fewer bits."""
+    if config.optimizer.target != "trainapp.optim.low_precision.AdamW":
+        return 0.0
+    trained = [local(parameter) for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        return 0.0
+    largest = max(trained, key=Tensor.numel)
+    if fused_adamw.may_update_on(largest.device):
+        return 0.0
+    state_dtype = config.optimizer.arguments.get("state_dtype", "bf16")
+    return bytes_of_temporaries(largest.numel(), largest.device, state_dtype)
 
 
 # --- activations
 
 
 def by_16_bits(config: Config, changed: Config, model: nn.Module, shortage: Shortage) -> Savings:
-    """Return what matmuls in bf16 save: half of the activations, unless they are in 16 bits."""
+    """Return what matmuls in bf16 save: half of the activations, less the copies of weights in bf16; nothing if they
+    are in 16 bits.
+    """
     if config.precision.mode not in MODES_IN_FP32:
         return {}
-    return {Category.ACTIVATIONS: shortage.of(Category.ACTIVATIONS) / 2 + shortage.requested / 2}
+    copies = _bytes_of_copies(_copied_weights(changed, model, shortage))
+    return {Category.ACTIVATIONS: _half_of_activations(shortage) - copies}
 
 
 def by_bf16_weights(config: Config, changed: Config, model: nn.Module, shortage: Shortage) -> Savings:
-    """Return what weights and moments in bf16 save, in addition to matmuls in bf16."""
+    """Return what weights and moments in bf16 save, in addition to matmuls in bf16, which then copy no weights."""
+    saved_activations = _by_16_bits_without_copies(config, model, shortage)
     return {
         Category.PARAMETERS: shortage.of(Category.PARAMETERS) / 2,
         Category.GRADIENTS: shortage.of(Category.GRADIENTS) / 2,
-        **by_16_bits(config, changed, model, shortage),
-        **by_other_optimizer(config, changed, model, shortage),
+        Category.ACTIVATIONS: saved_activations,
+        **by_other_optimizer(config, changed, model, shortage, saved_activations),
     }
+
+
+def _half_of_activations(shortage: Shortage) -> float:
+    return (shortage.of(Category.ACTIVATIONS) + shortage.requested) / 2
+
+
+def _by_16_bits_without_copies(
+    config: Config, model: nn.Module, shortage: Shortage, only_frozen: bool = False
+) -> float:
+    """Return what activations in 16 bits save beside weights that are in bf16 themselves: half of the activations or,
+    if these are in 16 bits, the copies of the weights. only_frozen: whether trained weights stay in fp32.
+    """
+    if config.precision.mode in MODES_IN_FP32:
+        return _half_of_activations(shortage)
+    if config.precision.mode not in ("bf16", "fp16"):  # matmuls in 8 bits make other copies
+        return 0.0
+    weights = _copied_weights(config, model, shortage)
+    if only_frozen:
+        weights = [weight for weight in weights if not weight.requires_grad]
+    return min(_bytes_of_copies(weights), shortage.of(Category.ACTIVATIONS) + shortage.requested)
+
+
+def _copied_weights(config: Config, model: nn.Module, shortage: Shortage) -> list[Tensor]:
+    """Return the weights in fp32 of which copies in 16 bits exist at once under autocast.
+
+    Autocast keeps the copy of a trained weight until it ends, in evaluations too. The backward keeps those of all
+    weights through which gradients flow: of the frozen ones, those behind a trained one.
+
+    Args:
+        config: with `precision` in 16 bits.
+        model: its modules in the order of the forward.
+        shortage: what filled memory.
+    """
+    if config.parallel.strategy == "fsdp":  # parameters are gathered in 16 bits
+        return []
+    copied = []
+    others = []
+    gradients_flow = False
+    for weight in _multiplied_weights(model):
+        gradients_flow = gradients_flow or weight.requires_grad
+        if weight.requires_grad or (gradients_flow and not shortage.in_evaluation):
+            copied.append(weight)
+        else:
+            others.append(weight)
+    if others:  # their copies exist one at a time, each in its matmul
+        copied.append(max(others, key=Tensor.numel))
+    return copied
+
+
+def _multiplied_weights(model: nn.Module) -> list[Tensor]:
+    """Return the weights in fp32 of matmuls and convolutions, tied ones once, in the order of the model's modules."""
+    weights: dict[Tensor, None] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):  # rows are looked up
+            continue
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() >= 2 and parameter.dtype == torch.float32:
+                weights[parameter] = None
+    return list(weights)
+
+
+def _bytes_of_copies(weights: Iterable[Tensor]) -> float:
+    return float(sum(2 * weight.numel() for weight in weights))
 
 
 def by_chunks_of_logits(config: Config, changed: Config, model: nn.Module, shortage: Shortage) -> Savings:
@@ -142,10 +244,12 @@ def by_update_in_backward(config: Config, changed: Config, model: nn.Module, sho
 
 
 def by_bf16_base(config: Config, changed: Config, model: nn.Module, shortage: Shortage) -> Savings:
-    """Return what an adapter's base in bf16 saves: half of its parameters in fp32, and activations in 16 bits."""
+    """Return what an adapter's base in bf16 saves: half of its parameters in fp32, and activations in 16 bits or, where
+    they are, the base's copies in 16 bits.
+    """
     savings = {Category.PARAMETERS: fp32_base_bytes(model) / 2}
-    if config.precision.mode != changed.precision.mode:
-        savings |= by_16_bits(config, changed, model, shortage)
+    if changed.precision.mode not in MODES_IN_FP32:
+        savings[Category.ACTIVATIONS] = _by_16_bits_without_copies(config, model, shortage, only_frozen=True)
     return savings
 
 

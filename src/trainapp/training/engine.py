@@ -26,7 +26,7 @@ from trainapp.models.inspect import checked_gradients
 from trainapp.optim.optimizers import require_no_closure
 from trainapp.optim.precision import NonFiniteCheck, Number, gradient_norm, scale_gradients
 from trainapp.parallel.ranks import Ranks, SingleRank
-from trainapp.parallel.strategy import Strategy, requires_grad_only
+from trainapp.parallel.strategy import CALLS_BACKWARD, Strategy, requires_grad_only
 from trainapp.rng import seed_from
 from trainapp.state.snapshot import MOVED_ON, Snapshot
 from trainapp.torch_private import backward, local, version_of
@@ -463,11 +463,7 @@ def require_same_gradients(parameters: Sequence[Tensor], before: Sequence[tuple[
         gradients_with_versions(parameters), before, strict=True
     ):
         if gradient is not gradient_before or version != version_before:
-            raise UserError(
-                "the task changes the gradients of the model's parameters, by calling backward() or zero_grad() "
-                "itself: they hold the sum over the micro-batches so far; use torch.autograd.grad for gradients inside "
-                "a task"
-            )
+            raise UserError(CALLS_BACKWARD)
 
 
 def may_be_extreme(count: Number, samples: int) -> bool:
