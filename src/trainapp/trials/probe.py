@@ -10,7 +10,7 @@ import contextlib
 import functools
 import pickle
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,6 +59,9 @@ class ProbeInputs:
     seed: int  # of each call
     stateful_metrics: Collection[str] = ()  # names of metrics that are not numbers
     compute: Compute | None = None  # the results to compare; None calls the task
+    # Names of the parameters that forwards are known to write, once training has shown them. Before, in a small model,
+    # any parameter may be: None.
+    written: Sequence[str] | None = None
 
 
 class TaskProbe:
@@ -106,7 +109,13 @@ class TaskProbe:
         self._generators = [owner for owner in stateful.owners.values() if owner.kind == "generator"]
         self._contents = Contents(model=model, task=task.unchecked)
         self.snapshot = Snapshot.of(stateful)
-        self.snapshot.take("all" if is_small(model, task.unchecked) else "trained")
+        if inputs.written is not None:
+            self.snapshot.add_written(inputs.written)
+            self.snapshot.take()
+        elif is_small(model, task.unchecked):
+            self.snapshot.take("all")
+        else:
+            self.snapshot.take("trained")
 
     @torch.no_grad()
     def __call__(
