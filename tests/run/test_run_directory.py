@@ -65,6 +65,15 @@ def refusal(folder, *overrides):
     return None
 
 
+@pytest.mark.parametrize("setting", ["init_from=null", "init_prefix=null", "freeze_mode=null", "freeze=[]"])
+def test_an_empty_setting_beside_a_users_model_is_none(tmp_path, setting):
+    """Until the class is known, it may be an argument: the same command continues the run."""
+    own = (*runs.own_model("own_models.FrozenNorm"), "data=digits", "user_packages=[own_models]", f"model.{setting}")
+    runs.run(tmp_path, *own, "train.max_steps=1", "every.eval=null")
+    assert refusal(tmp_path, *own, "train.max_steps=2") is None
+    assert "model.freeze: not set before" in refusal(tmp_path, *own, "model.freeze=[layer]")
+
+
 def test_another_experiment_is_refused(tmp_path):
     """Else the old result would be returned as that of the new settings."""
     first = runs.run(tmp_path, *MLP)

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from trainapp.errors import UserError
 from trainapp.training import limits
 from trainapp.trials import later_steps
-from trainapp.trials.messages import AddsUp
+from trainapp.trials.messages import AddsUp, Refused
+from trainapp.trials.probe import MAX_COPIED_BYTES
 
 CLASS_WEIGHTS = torch.arange(1.0, 11.0)
 FIRST_OF_SECOND_STAGE = 3  # the steps that were made before it
@@ -196,11 +197,69 @@ def only_evaluated(model, batch):
 
 
 @pytest.mark.parametrize("task", ["focal_mean", "only_evaluated"])
-def test_a_model_with_batchnorm_is_compared(tmp_path, caplog, task):
+def test_a_model_with_batchnorm_is_compared(tmp_path, caplog, compared, task):
     """In evaluation mode, where nothing excuses a difference; also of a step that is never cut."""
     run_of(tmp_path, task, "model._target_=test_later_stages.Normalised")
     (text,) = warnings_of(caplog)
     assert "the loss is not a sum over samples" in text
+    refused_in = [work.strip() for work, finding in compared if isinstance(finding, Refused)]
+    assert refused_in == ["train" if task == "focal_mean" else "evaluation"]
+
+
+class Learnt(Normalised):
+    """Its outputs are those of samples that are learnt: the loss of each is about 1e-4."""
+
+    def __init__(self, num_classes: int, is_large: bool):
+        super().__init__(num_classes)
+        if is_large:  # of more than 64 MiB, which is not copied to fp64
+            self.register_buffer("large", torch.zeros(MAX_COPIED_BYTES // 4 + 1))
+
+    def forward(self, batch):
+        logits = super().forward(batch["inputs"])
+        return logits + 12 * F.one_hot(batch["targets"], logits.shape[1])
+
+
+class OfLearnt:
+    """The cube of the batch's mean loss, from some step on."""
+
+    def __call__(self, model, batch):
+        loss = F.cross_entropy(model(batch), batch["targets"])
+        if model.step >= FIRST_OF_SECOND_STAGE:
+            loss = loss**3
+        return loss * len(batch["targets"]), len(batch["targets"]), {}
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_loss_near_zero_is_compared_to_its_own_size(tmp_path, caplog, is_large):
+    own = ("model._target_=test_later_stages.Learnt", f"+model.is_large={is_large}", "optimizer.lr=1e-5")
+    run_of(tmp_path, "OfLearnt", *own)
+    (text,) = warnings_of(caplog)
+    assert "the loss is not a sum over samples" in text
+
+
+def cubed(model, batch, scale: float):
+    """The cube of the batch's mean loss, times a small number."""
+    loss = F.cross_entropy(model(batch["inputs"]), batch["targets"])
+    return scale * loss**3 * len(batch["targets"]), len(batch["targets"]), {}
+
+
+def cancelling(model, batch):
+    """Summands of about 1 in a sum of nearly zero."""
+    logits = model(batch["inputs"]) / 3
+    values = torch.cat([logits, -logits - 1e-9], 1).float()
+    return values.sum(), len(values), {}
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-9, 1e-12])
+def test_a_small_loss_that_is_no_sum_is_refused(tmp_path, scale):
+    own = (*staged("cubed"), "task={_target_: test_later_stages.cubed, scale: " + str(scale) + "}")
+    with pytest.raises(UserError, match=r"the loss is (not a sum|a mean)"):
+        runs.prepare(tmp_path, *own)
+
+
+def test_a_small_loss_of_large_summands_is_not_refused(tmp_path):
+    session = runs.closed(tmp_path, *staged("cancelling"))
+    assert session.checks["loss in training"].startswith("adds up over 4 samples")
 
 
 def test_the_comparison_changes_nothing_of_a_model_with_batchnorm(tmp_path, monkeypatch):

@@ -242,8 +242,9 @@ def _ids_of_tensors(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def _registered_tensors(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
-    yield from module.parameters(recurse)
-    yield from module.buffers(recurse)
+    # The class's own methods: those of a model may be overridden, without this argument.
+    yield from nn.Module.parameters(module, recurse)
+    yield from nn.Module.buffers(module, recurse)
 
 
 def _add_noise(model: nn.Module, standard_deviation: float) -> None:

@@ -153,7 +153,7 @@ class TaskProbe:
                             backward(loss)
                     # The metrics are watched apart, as their rounding is not the loss's.
                     if isinstance(dispatch_mode, Observer):
-                        dispatch_mode.writes = self.snapshot.changed()
+                        dispatch_mode.writes = self._written_by_call()
                         dispatch_mode.epsilon_of_loss = dispatch_mode.epsilon
                     with operations_context:  # functions among the metrics compute now
                         metric_sums, metrics_error = self._sums_of(metrics, dispatch_mode)
@@ -177,6 +177,10 @@ class TaskProbe:
     def advanced_iterators(self) -> Collection[str]:
         """The names of the iterators from which the calls have taken items."""
         return self._contents.advanced_iterators
+
+    def _written_by_call(self) -> list[str]:
+        """Return what the call has changed. Not the modes of modules, which are the probe's."""
+        return [name for name in self.snapshot.changed() if not name.endswith(".training")]
 
     def _copy_to_device(self, tensor: Tensor) -> Tensor:
         dtype = self.dtype if tensor.is_floating_point() else None
