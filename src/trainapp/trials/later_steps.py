@@ -21,6 +21,7 @@ from torch import Tensor
 from trainapp.data.batch import MicroBatch, flatten_container, map_tensors
 from trainapp.draws.record import EVALUATION, DrawRecord, TopicKind
 from trainapp.losses.losses import CheckedTask, has_embeddings, needs_no_check, needs_whole_batch
+from trainapp.training.memory_watch import begin_counting_refused
 from trainapp.training.session import Session
 from trainapp.trials.messages import Refused, warning_instead_of_refusal
 from trainapp.trials.modes import Mode
@@ -40,6 +41,7 @@ def with_comparison(session: Session, micro_batches: Iterator[MicroBatch]) -> It
             # Such as a model that does not run so few samples, or too little memory: the step itself is not concerned.
             with contextlib.suppress(Exception):
                 _compare(session, micro)
+            _leave_no_trace_in_memory(session)
         is_first = False
         yield micro
 
@@ -55,7 +57,7 @@ def _is_comparable(session: Session) -> bool:
 
 
 def _compare(session: Session, micro: MicroBatch) -> None:
-    """Compare the first samples of a micro-batch, all together and in parts. Raises errors of the task and the model."""
+    """Compare the first samples of a micro-batch, together and in parts. Raises errors of the task and the model."""
     modes = _modes_to_compare(session)
     samples = _samples_of(session, micro) if modes else None
     if samples is None:
@@ -65,6 +67,13 @@ def _compare(session: Session, micro: MicroBatch) -> None:
         if isinstance(finding, Refused):
             _warn(session, mode, finding)
             return
+
+
+def _leave_no_trace_in_memory(session: Session) -> None:
+    """Free what the allocator keeps of the copies, and do not count against the step what it has refused them."""
+    if session.state.device.type == "cuda":
+        torch.cuda.empty_cache()
+    begin_counting_refused(session)
 
 
 def _modes_to_compare(session: Session) -> list[Mode]:

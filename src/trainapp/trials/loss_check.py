@@ -20,9 +20,10 @@ In which precision: to keep rounding from hiding a difference, a small model and
 cannot run in fp64 runs in fp32 without autocast, or as it is trained (`trials.precisions`). The copies are compared
 once more with noise on their parameters: a layer that begins at zero hides what is before it.
 
-What follows: a task whose results do not add up is refused, or, where a run continues from its own checkpoint, noted. So is a count that includes padding. Any other dependence
-on the padding may be meant (convolutions over padded audio): it is noted in the record of draws, and warned of before
-the first step. The recipe says what was compared, by mode, and what could not be and why.
+What follows: a task whose results do not add up is refused, or, where a run continues from a checkpoint of its own,
+noted as in `trials.later_steps`. So is a count that includes padding. Any other dependence on the padding may be meant
+(convolutions over padded audio): it is noted in the record of draws, and warned of before the first step. The recipe
+says what was compared, by mode, and what could not be and why.
 
 It costs at most 35 forwards of at most four samples with two modes, and three backwards, 43 where batches are padded,
 half of it for a large model, and more only where results do not add up.

@@ -284,7 +284,7 @@ def _keep(session: Session, name: str, batches: EvalBatches, micro: MicroBatch, 
     Args:
         session: the live objects.
         name: the set's name.
-        batches: of the set. Those of a stream may be the time steps of sequences, over which state is carried by design.
+        batches: of the set. Those of a stream may be time steps of sequences, over which state is carried by design.
         micro: the micro-batch.
         totals: those of the set, including it.
     """
