@@ -84,6 +84,31 @@ def test_an_error_of_code_is_refused_at_once(tmp_path, policy, error):
     assert policy.counted == 0
 
 
+@pytest.mark.parametrize("error", [KeyError("peer_embedding"), ValueError("gloo"), KeyError("nccl")])
+def test_an_error_of_code_that_names_a_backend_is_one(tmp_path, policy, error):
+    fail(tmp_path, error)
+    assert policy.decide() is Restart.REFUSED
+
+
+@pytest.mark.parametrize("text", ["size mismatch for peer_embedding.weight", "a lost device"])
+def test_a_runtime_error_of_a_rank_is_its_own(tmp_path, text):
+    (tmp_path / "ranks").mkdir()
+    assert write_error(tmp_path, 1, RuntimeError(text))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5"),
+        RuntimeError("NCCL error: remote process exited"),
+        torch.distributed.DistNetworkError("a broken pipe"),
+    ],
+)
+def test_a_lost_connection_is_no_error_of_a_rank(tmp_path, error):
+    (tmp_path / "ranks").mkdir()
+    assert not write_error(tmp_path, 1, error)
+
+
 CAUSED = ValueError("no sample 7")
 CAUSED.__cause__ = ConnectionResetError("reset")
 

@@ -65,6 +65,29 @@ def refusal(folder, *overrides):
     return None
 
 
+@pytest.mark.parametrize("setting", ["init_from: null", "init_prefix: null", "freeze_mode: null", "freeze: []"])
+def test_an_empty_setting_beside_a_users_model_is_none(tmp_path, setting):
+    """Until the class is known, it may be an argument: the same command continues the run."""
+    (tmp_path / "experiment").mkdir()
+    text = f"# @package _global_\nmodel: {{_target_: own_models.FrozenNorm, {setting}}}\n"
+    (tmp_path / "experiment/port.yaml").write_text(text)
+    own = (f"hydra.searchpath=[file://{tmp_path}]", "experiment=port", "data=digits", "user_packages=[own_models]")
+    runs.run(tmp_path / "run", *own, "train.max_steps=1")
+    assert refusal(tmp_path / "run", *own, "train.max_steps=2") is None
+    assert "model.freeze: not set before" in refusal(tmp_path / "run", *own, "model.freeze=[body]")
+
+
+def test_an_overridden_setting_beside_a_users_model_is_none(tmp_path):
+    """A null on the command line replaces the value in the file."""
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\nmodel: {_target_: own_models.FrozenNorm, init_from: x.pt}\n"
+    (tmp_path / "experiment/port.yaml").write_text(text)
+    own = (f"hydra.searchpath=[file://{tmp_path}]", "experiment=port", "data=digits", "user_packages=[own_models]")
+    runs.run(tmp_path / "run", *own, "model.init_from=null", "train.max_steps=1")
+    assert refusal(tmp_path / "run", *own, "model.init_from=null", "train.max_steps=2") is None
+    assert "model.init_from" in refusal(tmp_path / "run", *own)
+
+
 def test_another_experiment_is_refused(tmp_path):
     """Else the old result would be returned as that of the new settings."""
     first = runs.run(tmp_path, *MLP)

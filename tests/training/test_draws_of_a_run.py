@@ -287,6 +287,16 @@ def test_state_of_objects_that_evaluations_carry_on_is_named(tmp_path, model, na
     assert bool(named) or not any("in evaluations, too" in text for text in result.depends_on_micro_batch)
 
 
+@pytest.mark.parametrize("size", [40, 16])
+def test_state_that_is_read_late_in_an_evaluation_is_named(tmp_path, size):
+    """Not by the second micro-batch, whose samples are too few."""
+    settings = (*runs.own_model("writing_models.ReadsALongQueue"), "data=digits", "user_packages=[writing_models]")
+    evaluations = ("train.max_steps=2", "every.eval=2", f"batch.eval_micro_size={size}")
+    result = runs.run(tmp_path, *settings, *evaluations)
+    start = f"the forward writes model.queue.features in evaluations, too, once per micro-batch ({size})"
+    assert any(text.startswith(start) for text in result.depends_on_micro_batch)
+
+
 @pytest.mark.parametrize(("model", "name"), [("Slope", "model.act.negative_slope"), ("LateScale", "model.scale")])
 def test_numbers_of_torchs_layers_and_what_a_later_stage_writes_are_named(tmp_path, model, name):
     settings = (*runs.own_model(f"writing_models.{model}"), "data=digits", "user_packages=[writing_models]")

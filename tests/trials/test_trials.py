@@ -1,6 +1,7 @@
 """Trial calls leave no trace in the model, whatever it shares with its copies, and may need gradients."""
 
 import gc
+import json
 import queue
 import re
 import weakref
@@ -217,3 +218,28 @@ def test_lazy_modules_get_their_shapes_from_a_task_that_needs_gradients(tmp_path
     run = runs.closed(tmp_path, *own_model("LazyCritic"), *updates(task))
     assert run.state.model.layers[1].weight.shape == (16, 64)
     assert all(parameter.grad is None for parameter in run.state.model.parameters())
+
+
+# --- models with methods of their own
+
+
+class Learner(nn.Module):
+    """As in MAML-Pytorch: `parameters()` takes no argument, and returns the list of them."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        weight = nn.Parameter(0.1 * torch.ones(num_classes, 64))
+        self.fast_weights = nn.ParameterList([weight, nn.Parameter(torch.zeros(num_classes))])
+
+    def forward(self, inputs):
+        return nn.functional.linear(inputs.flatten(1), *self.fast_weights)
+
+    def parameters(self):
+        return self.fast_weights
+
+
+def test_a_model_whose_parameters_are_no_iterator_trains(tmp_path):
+    result = runs.run(tmp_path, *own_model("Learner"), "checkpointing=off")
+    assert result.steps == 2
+    checks = json.loads((tmp_path / "recipe.json").read_text())["checks"]
+    assert "in fp64, with noise too" in checks["loss in training"]

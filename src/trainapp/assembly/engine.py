@@ -6,6 +6,7 @@ Used for training on real tensors and for plans on fake ones.
 import contextlib
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -152,6 +153,7 @@ def _try_task(
         autocast=resources.numerics.autocast,
         metric_names=frozenset(targets.hooks["metrics"]),
         resumes=resources.resumes,
+        continues=_is_of_this_run(config, resources.checkpoint),
     )
     draw_record, outcomes = learned_draws.learn_draws(setup, ranks)
     learned_draws.note_draws_of_collate(setup, ranks, draw_record)
@@ -165,6 +167,11 @@ def _try_task(
     if config.memory.loss_chunk is not None and targets.knows_loss:
         outcomes["loss in chunks"] = _require_same_forward(config, model, resources)
     return draw_record, outcomes
+
+
+def _is_of_this_run(config: Config, checkpoint: Path | None) -> bool:
+    """Return whether a checkpoint is in the run's own directory."""
+    return checkpoint is not None and checkpoint.resolve().is_relative_to(Path(config.run_dir).resolve())
 
 
 def _require_same_forward(config: Config, model: nn.Module, resources: Resources) -> str:

@@ -114,16 +114,23 @@ def _each_setting(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[st
             continue
         if key == "arguments":
             for argument, argument_value in value.items():
+                # Written beside a class, a setting is an argument until the class is known not to claim it.
+                may_be_setting = argument in values
+                if may_be_setting and _is_empty(argument_value):
+                    continue
                 yield prefix + argument, argument_value
         elif name == "updates":
             for update in value:
                 yield from _each_setting(update, f"updates.{update['name']}.")
         elif isinstance(value, dict):
             yield from _each_setting(value, f"{name}.")
-        elif value == [] or value is None or value == _DEFAULT_OF_LATER.get(name):  # equal to missing ones
-            continue
-        else:
+        elif not _is_empty(value) and value != _DEFAULT_OF_LATER.get(name):
             yield name, value
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether a value equals a missing one."""
+    return value is None or value == []
 
 
 def _text(value: Any) -> str:

@@ -24,7 +24,8 @@ class TopicKind(Enum):
 
     DRAWS = "draws of "  # draws with unknown samples, of an operation or of all in a work
     PADDING = "padding of "  # a task whose results depend on the padding
-    SUM = "sum of "  # a task whose loss adds up less exactly than rounding explains, or no more in later steps
+    SUM = "sum of "  # a task whose loss adds up less exactly than rounding explains
+    LATER_SUM = "later sum of "  # a task that the check before the first step has passed, and that is no sum later
     GRADIENTS = "gradients of "  # a task whose gradients do not add up, though its loss does
 
     def topic(self, name: str) -> str:

@@ -264,7 +264,7 @@ class Profile:
 
     def _start(self, view: View) -> None:
         activities = [ProfilerActivity.CPU]
-        if next(view.model.parameters()).device.type == "cuda":
+        if next(iter(view.model.parameters())).device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
         self._profiler.start()

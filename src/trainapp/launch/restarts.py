@@ -112,8 +112,9 @@ def write_error(run_dir: Path, rank: int, error: Exception) -> bool:
     the rank's own.
     """
     first_line, _, _ = str(error).strip().partition("\n")
-    is_of_communication = re.search(r"gloo|nccl|peer", first_line, re.IGNORECASE) is not None
-    if is_of_communication or isinstance(error, dist.DistError):
+    # Gloo raises plain RuntimeErrors, such as "Connection closed by peer": only the text tells (2.13).
+    is_of_gloo = type(error) is RuntimeError and re.search(r"gloo|nccl|\bpeer\b", first_line, re.IGNORECASE) is not None
+    if is_of_gloo or isinstance(error, dist.DistError):
         return False
 
     # A text that is equal if the same happens again.

@@ -70,7 +70,7 @@ def with_adapters(
     def build_with_adapters(*args: Any, **kwargs: Any) -> nn.Module:
         model = build_model(*args, **kwargs)
         # Load the base's weights now: adapters rename its layers. A trace has none to load.
-        if base_weights is not None and has_values(next(model.parameters())):
+        if base_weights is not None and has_values(next(iter(model.parameters()))):
             load_weights(model, base_weights, config.model.init_strict, config.model.init_prefix)
         add_lora(model, config.adapter)
         return model

@@ -290,7 +290,7 @@ def task_heads(model: Any) -> list[str]:
         return []
     names = []
     for name, child in model.named_children():
-        has_parameters = next(child.parameters(), None) is not None
+        has_parameters = next(iter(child.parameters()), None) is not None
         if child is not body and has_parameters:
             names.append(name)
     return names

@@ -89,7 +89,7 @@ def build_optimizer(
 
 def _require_trained_parameters(model: nn.Module) -> None:
     """Raise UserError for a model in which nothing can be trained."""
-    if next(model.parameters(), None) is None:
+    if next(iter(model.parameters()), None) is None:
         raise UserError(
             f"model: {type(model).__name__} has no parameters, so there is nothing to train; keep layers in "
             "attributes, an nn.ModuleList or an nn.ModuleDict: those in a plain list or dict are not found"

@@ -22,10 +22,12 @@ WRITES = "writes"  # the topic of state that forwards write
 
 def warn_of_trials(session: Session) -> None:
     """Warn before the first step of what trial calls have found: results that depend on the padding, gradients that do
-    not add up, global variables that a forward writes, and iterators that it advances. The recipe says the rest.
+    not add up, global variables that a forward writes, iterators that it advances, and, of a run that continues, a loss
+    that is no sum any more. The recipe says the rest.
     """
+    kinds_of_task = (TopicKind.PADDING, TopicKind.GRADIENTS, TopicKind.LATER_SUM)
     for topic, text in session.engine.draw_record.depends.items():
-        is_of_task = TopicKind.PADDING.includes(topic) or TopicKind.GRADIENTS.includes(topic)
+        is_of_task = any(kind.includes(topic) for kind in kinds_of_task)
         if topic in (GLOBALS, ITERATORS) or is_of_task:
             session.tracker.warn_once(text, topic=topic)
 

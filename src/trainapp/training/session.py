@@ -84,7 +84,8 @@ class Evaluation:
     before: State | None = None  # of model, task and data, to which the current data set's evaluation returns
     rows_before: dict[str, Tensor] = field(default_factory=dict)  # copies of `per_sample_buffers`, as in `before`
     written: Collection[str] = ()  # state that the forward of its first micro-batch has written, or may have
-    is_tried_without: bool = False  # whether the second micro-batch shows if these are state: see `carried_state`
+    may_carry: bool = False  # whether that may be state on any rank, which later micro-batches show: `carried_state`
+    is_tried_without: bool = False  # whether the next micro-batch is evaluated once without it, too
     embedded: Any = None  # its embeddings so far, if the loss compares them: see `training.evaluation`
     finished: dict[str, dict[str, Any]] = field(default_factory=dict)  # metrics of the sets already evaluated, by name
     last: dict[str, float] = field(default_factory=dict)  # as logged, in this process

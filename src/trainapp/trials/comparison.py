@@ -41,6 +41,7 @@ MAX_COARSE_ROUNDING = 2e-2  # with matmuls in less than fp32 precision: 2.6 epsi
 # Rounding is measured by a few repetitions, and another one may change the result more: allow so many times as much.
 SAFETY_FACTOR = 4
 # Added to the size of a loss, per count: summands of about 1 may cancel out in the sum, their rounding errors do not.
+# Whether they do is measured where the loss does not add up to its own size alone, see `is_small_difference`.
 SIZE_PER_COUNT = 0.1
 NEGLIGIBLE_LOSS = 1e-6  # per count, up to 1: about zero, so that sum and mean cannot be told apart
 
@@ -232,8 +233,39 @@ class Comparison:
 
     @property
     def loss_deviation(self) -> float:
-        """By how much the loss differs from the sum of its parts', relative."""
-        return abs(self.losses.excess) / (self._size_of_loss or 1.0)
+        """By how much the loss differs from the sum of its parts', relative; 0 for the rounding of summands of about 1
+        in fp64.
+        """
+        losses = self.losses
+        if abs(losses.excess) <= self._rounding_in_fp64:
+            return 0.0
+        return abs(losses.excess) / losses.size
+
+    @property
+    def is_small_difference(self) -> bool:
+        """Whether the loss adds up to the rounding of summands of about 1, but not to a share of its own size: either
+        they cancel out, or each is small, as of samples that are learnt. Measured rounding tells (`_is_rounding`).
+        """
+        losses = self.losses
+        difference = abs(losses.excess)
+        is_small = difference <= MAX_ROUNDING * self._size_of_loss
+        return is_small and difference > max(MAX_ROUNDING * losses.size, self._rounding_in_fp64)
+
+    @property
+    def _rounding_in_fp64(self) -> float:
+        """The most that rounding in fp64 changes in a loss whose summands are about 1."""
+        return MAX_FP64_EPSILON * SIZE_PER_COUNT * abs(self.counts.whole)
+
+    def _is_rounding(self) -> bool:
+        """Return whether a small difference is due to rounding, as far as that was measured."""
+        rounding = self.rounding
+        if not rounding.rerounded_losses or not self.is_small_difference:
+            return True
+        losses = self.losses
+        reordered = {order: sums.loss for order, sums in rounding.reordered.items()}
+        by_order = _change_by_order(losses, reordered)
+        by_rounding = max(abs(loss - losses.whole) for loss in rounding.rerounded_losses)
+        return abs(losses.excess) <= SAFETY_FACTOR * max(by_order, by_rounding)
 
     @property
     def _size_of_loss(self) -> float:
@@ -249,6 +281,8 @@ class Comparison:
         rounding = self.rounding
         size = self._size_of_loss
         deviation = abs(losses.excess)
+        if not self._is_rounding():
+            return False
         if rounding.epsilon_of_loss <= MAX_FP64_EPSILON:
             return deviation <= FP32_ROUNDING * size
 

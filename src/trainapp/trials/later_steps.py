@@ -1,142 +1,144 @@
-"""The comparison of `loss_check` once more, in a few later steps: the loss may be another one in a later stage of
-training, such as with deferred re-weighting.
+"""The check of `loss_check` once more, in a few later steps: the loss may be another one in a later stage of training,
+such as with deferred re-weighting.
 
-In steps 16, 64, 256, and so on (`training.limits`), the loss and the count of the first micro-batch are compared with
-those of its halves: three forwards without gradients, which leave no trace. Nothing is refused, as a run is under way:
+In steps 16, 64, 256, and so on (`training.limits`), the first four samples of the first micro-batch are compared as the
+first four of training were before the first step: in the same precisions, in training and in evaluation mode, with
+BatchNorm in evaluation mode. Only without noise: the parameters are trained. Nothing is refused, as a run is under way:
 what does not add up is said once, and recorded as depending on the micro-batch.
 
-Nothing is compared where a difference would mean little, or is said already: see `_is_comparable`. Nor on several
-ranks, which would have to agree on it; nor where a batch cannot be cut without fetching its samples again, a call
-fails, or a repetition differs from the first call.
+Nothing is compared where that is said already (`_is_comparable`); on several ranks, which would have to agree on it;
+where a batch cannot be cut without fetching its samples again; or where a call fails.
 """
 
 import contextlib
-import functools
-import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainapp.data.batch import MicroBatch, flatten_container, map_tensors, split_micro_batch
-from trainapp.draws.record import DrawRecord, TopicKind, noted_draws
-from trainapp.draws.sample_draws import SampleDraws
+from trainapp.data.batch import MicroBatch, flatten_container, map_tensors
+from trainapp.draws.record import EVALUATION, DrawRecord, TopicKind
 from trainapp.losses.losses import CheckedTask, has_embeddings, needs_no_check, needs_whole_batch
-from trainapp.rng import preserved_rng
-from trainapp.state.snapshot import Snapshot
-from trainapp.torch_private import BatchNorm
+from trainapp.training.memory_watch import begin_counting_refused
 from trainapp.training.session import Session
-from trainapp.trials.comparison import Comparison, Difference, Rounding, SplitResults
-from trainapp.trials.messages import warning_of_later_difference
-from trainapp.trials.parts import REPRODUCIBLE
-from trainapp.trials.probe import Sums, generator_states
+from trainapp.trials.messages import Refused, warning_instead_of_refusal
+from trainapp.trials.modes import Mode
+from trainapp.trials.parts import TaskFindings, compare_with_parts
+from trainapp.trials.precisions import first_working_result, probe_factories
+from trainapp.trials.probe import ProbeInputs, TaskProbe
+from trainapp.trials.samples import COMPARED_SAMPLES, Samples, samples_in_batches
 
 FLOATING_POINT_MODES = ("fp32", "tf32", "fp16", "bf16", "bf16_pure")  # others round by the largest of the micro-batch
-COARSE_EPSILON = torch.finfo(torch.bfloat16).eps  # of the rounding in all modes but fp32, at most
 
 
 def with_comparison(session: Session, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-    """Return a step's micro-batches, the first of which is compared with its halves before."""
+    """Return a step's micro-batches, the first samples of which are compared before."""
     is_first = True
     for micro in micro_batches:
-        if is_first and micro.samples > 1 and _is_comparable(session):
-            _compare_with_halves(session, micro)
+        if is_first and _is_comparable(session):
+            # Such as a model that does not run so few samples, or too little memory: the step itself is not concerned.
+            with contextlib.suppress(Exception):
+                _compare(session, micro)
+            _leave_no_trace_in_memory(session)
         is_first = False
         yield micro
 
 
 def _is_comparable(session: Session) -> bool:
-    """Return whether a difference would mean that the loss is no sum, and nothing is known yet that explains one."""
-    engine = session.engine
+    """Return whether a step's tasks can be called besides the step itself."""
     config = session.config
-    task = engine.task
-    record = engine.draw_record
     if not config.train.check_loss or session.ranks.world_size > 1 or config.train.compile:
         return False
     if session.sizes.train.is_unvalidated:  # its steps' allocations are counted
         return False
-    if needs_no_check(task, session.state.model) or has_embeddings(task) or needs_whole_batch(task):
-        return False
-
-    # What depends on the micro-batch by itself.
-    if config.precision.mode not in FLOATING_POINT_MODES or record.depends or session.snapshot.changes:
-        return False
-    if any(isinstance(module, BatchNorm) and module.training for module in session.state.model.modules()):
-        return False
-    knows_draws = engine.draws_by_sample and engine.draws_for[0] in record.layouts
-    return knows_draws or not record.draws
+    return config.precision.mode in FLOATING_POINT_MODES
 
 
-def _compare_with_halves(session: Session, micro: MicroBatch) -> None:
-    """Compare the results of a micro-batch with those of its halves. Warn once of a difference, and record it."""
-    try:
-        difference = _difference(session, micro)
-    except Exception:  # such as a model that does not run so few samples: the step itself is not concerned
+def _compare(session: Session, micro: MicroBatch) -> None:
+    """Compare the first samples of a micro-batch, together and in parts. Raises errors of the task and the model."""
+    modes = _modes_to_compare(session)
+    samples = _samples_of(session, micro) if modes else None
+    if samples is None:
         return
-    task = session.engine.task
-    if difference is None or not isinstance(task, CheckedTask):
-        return
+    for mode in modes:
+        finding = _findings(session, samples, mode).loss
+        if isinstance(finding, Refused):
+            _warn(session, mode, finding)
+            return
+
+
+def _leave_no_trace_in_memory(session: Session) -> None:
+    """Free what the allocator keeps of the copies, and do not count against the step what it has refused them."""
+    if session.state.device.type == "cuda":
+        torch.cuda.empty_cache()
+    begin_counting_refused(session)
+
+
+def _modes_to_compare(session: Session) -> list[Mode]:
+    """Return the update's task in training mode and the task in evaluation, without those known to be no sum."""
+    engine = session.engine
+    modes = []
+    for task, work, is_training in ((engine.task, engine.draws_for[0], True), (session.task, EVALUATION, False)):
+        if not isinstance(task, CheckedTask):  # in chunks
+            continue
+        if needs_no_check(task, session.state.model) or has_embeddings(task) or needs_whole_batch(task):
+            continue
+        if not _is_known_to_depend(session, task):
+            modes.append(Mode(task, work, is_training))
+    return modes
+
+
+def _is_known_to_depend(session: Session, task: CheckedTask) -> bool:
+    depends = session.engine.draw_record.depends
+    return TopicKind.SUM.topic(task.setting) in depends or TopicKind.LATER_SUM.topic(task.setting) in depends
+
+
+def _findings(session: Session, samples: Samples, mode: Mode) -> TaskFindings:
+    """Return what the comparison says of a task, in the first precision that works."""
+    config = session.config
+    state = session.state
+    names = session.metrics.names
+    inputs = ProbeInputs(
+        mode.task, state.model, samples, state.device, config.train.seed, names, written=session.snapshot.written
+    )
+
+    def compare(probe: TaskProbe) -> TaskFindings:
+        # What the calls draw is noted apart: the run's own record stays as it is.
+        layouts = {work: dict(of_work) for work, of_work in session.engine.draw_record.layouts.items()}
+        return compare_with_parts(probe, mode, DrawRecord(layouts), looks_for_divided_metrics=False)
+
+    # With gradients where the task needs them, but not with an optimizer that a backward would start.
+    may_need_gradients = mode.is_trained and not config.optimizer.in_backward
+    factories = probe_factories(inputs, state.precision.autocast)
+    return first_working_result(factories, compare, may_need_gradients).value
+
+
+def _warn(session: Session, mode: Mode, finding: Refused) -> None:
+    """Warn once of a task that is no sum any more, and record it."""
+    setting = mode.task.setting
     step = session.engine.context.step_number
-    text = warning_of_later_difference(difference, task.setting, step, micro.samples)
-    topic = TopicKind.SUM.topic(task.setting)
+    text = warning_instead_of_refusal(finding.message, setting, f"from step {step} at the latest")
+    topic = TopicKind.LATER_SUM.topic(setting)
     session.engine.draw_record.note(topic, text)
     session.tracker.warn_once(text, topic=topic)
 
 
-def _difference(session: Session, micro: MicroBatch) -> Difference | None:
-    """Return what of a micro-batch is not the sum of its halves'; None if everything is, or if a call is no function of
-    its samples. Raises errors of the task and the model.
+def _samples_of(session: Session, micro: MicroBatch) -> Samples | None:
+    """Return the first samples of a micro-batch in the batches to compare, cut without fetching them again: they may be
+    drawn anew, be slow to load or move a stream. Return None if that is not possible.
     """
-    # What the calls draw is noted apart: the run's own record stays as it is.
-    layouts = {work: dict(of_work) for work, of_work in session.engine.draw_record.layouts.items()}
-    record = DrawRecord(layouts)
-    # The step's snapshot stays, too: a retry returns to where the step began, before its first batch was fetched.
-    snapshot = Snapshot.of(session.state.stateful)
-    snapshot.add_written(session.snapshot.written)
-    call = functools.partial(_sums_of, session, snapshot=snapshot, record=record)
-
-    halves = _halves(session, micro)
-    if halves is None:
-        return None
-    first_half, second_half = halves
-    results = SplitResults(call(micro), call(first_half), call(second_half))
-    if not all(math.isfinite(sums.loss) and math.isfinite(sums.divisor) for sums in results):
-        return None
-    comparison = Comparison(micro.samples, results, rounding=Rounding(epsilon_of_loss=_epsilon(session)))
-    difference = comparison.difference()
-    if difference is None:
-        return None
-
-    # A second call for the same samples, or other draws than those learnt, would explain it.
-    repeated = call(micro)
-    is_reproducible = math.isclose(repeated.loss, results.whole.loss, rel_tol=max(REPRODUCIBLE, _epsilon(session)))
-    drew_otherwise = record.depends or (record.draws and not session.engine.draws_by_sample)
-    if not is_reproducible or drew_otherwise or any(sums.drew_outside_torch for sums in results):
-        return None
-    return difference
-
-
-def _halves(session: Session, micro: MicroBatch) -> tuple[MicroBatch, MicroBatch] | None:
-    """Return the halves of a micro-batch, cut without fetching its samples again, which may be drawn anew, be slow to
-    load or move a stream; None if that is not possible.
-    """
-    middle = micro.samples // 2
-    parts = (range(middle), range(middle, micro.samples))
+    numbers = range(min(COMPARED_SAMPLES, micro.samples))
     if session.batches.split is not None:
-        first_half, second_half = split_micro_batch(micro, parts)
-        return first_half, second_half
+        return samples_in_batches(lambda part: micro.slice_samples(part[0], part[-1] + 1), numbers, micro.positions)
     if session.batches.has_users_collate or not _is_stacked(micro.data, micro.samples):
         return None
 
-    halves = []
-    for part in parts:
-        start, end = part[0], part[-1] + 1
-        data = map_tensors(operator.itemgetter(slice(start, end)), micro.data)
-        halves.append(micro._replace(data=data, positions=micro.positions[start:end]))
-    first_half, second_half = halves
-    return first_half, second_half
+    def rows_of(part: Sequence[int]) -> Any:
+        return map_tensors(operator.itemgetter(slice(part[0], part[-1] + 1)), micro.data)
+
+    return samples_in_batches(rows_of, numbers, micro.positions)
 
 
 def _is_stacked(batch: Any, samples: int) -> bool:
@@ -148,32 +150,3 @@ def _is_stacked(batch: Any, samples: int) -> bool:
         return False
     children, _ = flattened
     return all(_is_stacked(child, samples) for child in children)
-
-
-def _sums_of(session: Session, micro: MicroBatch, snapshot: Snapshot, record: DrawRecord) -> Sums:
-    """Return loss and count of a micro-batch as training computes them, and undo what that changes and draws."""
-    engine = session.engine
-    device = session.state.device
-    draws: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if engine.draws_by_sample:
-        work, key = engine.draws_for
-        draws = SampleDraws(key, micro.positions, record, work)
-    if not (engine.draws_by_sample and device.type == "cpu"):
-        draws = noted_draws(record, device, engine.draws_by_sample, draws)
-    with torch.no_grad(), snapshot.undone(), preserved_rng(device):
-        states_before = generator_states()
-        with draws:
-            loss, count, _ = engine.evaluate(engine.task, micro.data)
-        drew_outside_torch = generator_states() != states_before
-        return Sums(float(loss), float(count), {}, drew_outside_torch)
-
-
-def _epsilon(session: Session) -> float:
-    """Return the relative rounding error of the forward, at most; of fp32 at least, in which a part may compute."""
-    epsilons = [torch.finfo(torch.float32).eps]
-    if session.config.precision.mode != "fp32":
-        epsilons.append(COARSE_EPSILON)
-    for parameter in session.engine.parameters:
-        if parameter.is_floating_point():
-            epsilons.append(torch.finfo(parameter.dtype).eps)
-    return max(epsilons)

@@ -20,9 +20,10 @@ In which precision: to keep rounding from hiding a difference, a small model and
 cannot run in fp64 runs in fp32 without autocast, or as it is trained (`trials.precisions`). The copies are compared
 once more with noise on their parameters: a layer that begins at zero hides what is before it.
 
-What follows: a task whose results do not add up is refused. So is a count that includes padding. Any other dependence
-on the padding may be meant (convolutions over padded audio): it is noted in the record of draws, and warned of before
-the first step. The recipe says what was compared, by mode, and what could not be and why.
+What follows: a task whose results do not add up is refused, or, where a run continues from a checkpoint of its own,
+noted as in `trials.later_steps`. So is a count that includes padding. Any other dependence on the padding may be meant
+(convolutions over padded audio): it is noted in the record of draws, and warned of before the first step. The recipe
+says what was compared, by mode, and what could not be and why.
 
 It costs at most 35 forwards of at most four samples with two modes, and three backwards, 43 where batches are padded,
 half of it for a large model, and more only where results do not add up.
@@ -40,7 +41,7 @@ from trainapp.errors import UserError, summary_of
 from trainapp.losses.losses import has_embeddings, needs_no_check, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
 from trainapp.trials.gradients import GradientFinding, compare_gradients, note_accumulation_hooks
-from trainapp.trials.messages import AddsUp, DependsOnSplit, Finding, Refused
+from trainapp.trials.messages import AddsUp, DependsOnSplit, Finding, Refused, warning_instead_of_refusal
 from trainapp.trials.modes import NO_CHECK_NEEDED, Mode, TrialSetup, has_all_values
 from trainapp.trials.obstacles import Obstacle, Reason
 from trainapp.trials.parts import ModeCalls, TaskFindings, compare_with_parts, draws_alike
@@ -117,11 +118,15 @@ def require_sum(setup: TrialSetup, ranks: Ranks, draw_record: DrawRecord) -> dic
     uncompared_gradients = [mode for mode in setup.modes if mode.training and mode not in compared_modes]
     for mode in compared_modes:
         outcomes: list[ModeOutcome] = ranks.all_gather_object(_check_mode(setup, mode, draw_record))
-        texts[mode.check_name("loss")] = _merged_text([outcome.loss for outcome in outcomes], mode, draw_record)
+        of_loss = [outcome.loss for outcome in outcomes]
+        of_padding = [outcome.padding for outcome in outcomes if outcome.padding is not None]
+        if setup.continues:
+            of_loss = [_noted_refusal(outcome, mode) for outcome in of_loss]
+            of_padding = [_noted_refusal(outcome, mode) for outcome in of_padding]
+        texts[mode.check_name("loss")] = _merged_text(of_loss, mode, draw_record)
         warnings.extend(outcome.divided_metrics for outcome in outcomes if outcome.divided_metrics)
         if mode.training and not all(outcome.has_compared_gradients for outcome in outcomes):
             uncompared_gradients.append(mode)
-        of_padding = [outcome.padding for outcome in outcomes if outcome.padding is not None]
         if of_padding:
             texts[mode.check_name("padding")] = _merged_text(of_padding, mode, draw_record)
 
@@ -292,6 +297,16 @@ def _merged_text(outcomes: Sequence[Outcome], mode: Mode, draw_record: DrawRecor
     if TopicKind.DRAWS.topic(mode.work) in draw_record.depends and draws_alike(mode, draw_record):
         texts = [_if_draws_are_alike(text) for text in texts]
     return "; ".join(dict.fromkeys(texts))
+
+
+def _noted_refusal(outcome: Outcome, mode: Mode) -> Outcome:
+    """Return the outcome for a run that continues: what would refuse the task is noted, as in a later step."""
+    if outcome.refusal is None:
+        return outcome
+    setting = mode.task.setting
+    text = warning_instead_of_refusal(outcome.refusal, setting, "in the state of the run's checkpoint")
+    noted = Outcome("is no sum any more, in the state of the run's checkpoint", dependence=outcome.dependence)
+    return noted.depending(TopicKind.LATER_SUM, text)
 
 
 def _if_draws_are_alike(text: str) -> str:

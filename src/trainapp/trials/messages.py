@@ -211,22 +211,18 @@ def warning_of_difference(difference: Difference, samples: Samples, mode: Mode) 
     )
 
 
-def warning_of_later_difference(difference: Difference, setting: str, step: int, number: int) -> str:
-    """Return the message about a loss that was a sum in the check before the first step, and is none in a later step.
+def warning_instead_of_refusal(message: str, setting: str, when: str) -> str:
+    """Return what is said of a task that would be refused, but whose run is under way.
 
     Args:
-        difference: between a micro-batch and its halves.
+        message: of the refusal.
         setting: which names the task.
-        step: the number of the step.
-        number: of the micro-batch's samples.
+        when: it was seen, in words that begin a sentence.
     """
-    whole, first, second = difference.values
+    finding = message.removeprefix(f"{setting}: ")
     return (
-        f"{setting}: from step {step} at the latest, the {difference.name} is no sum over samples: for a micro-batch "
-        f"of {number} samples it is {whole:.9g}, and for its halves {first:.9g} and {second:.9g}. So the result "
-        "depends on the micro-batch, which the check before the first step did not show. If samples are weighted from "
-        "some step on, the count is the sum of their weights; a loss that compares the samples of its batch declares "
-        "`whole_batch = True` (docs/extending.md)"
+        f"{setting}: {when}, {finding}. The check before the first step did not show it: the run goes on, but from "
+        "there on its result depends on the micro-batch"
     )
 
 

@@ -78,3 +78,4 @@ class TrialSetup:
     autocast: contextlib.AbstractContextManager[Any]  # of forward and loss in training
     metric_names: frozenset[str]  # of the metrics in `metrics`, whose values are objects rather than numbers
     resumes: bool  # whether a checkpoint is restored after the trials
+    continues: bool = False  # whether it is this run's own: what the run has begun is refused no more

@@ -55,12 +55,26 @@ def precisions_to_try(
         noise: in small models' copies in fp64, see `probe_in_fp64`; None: no copies.
         compute: see `ProbeInputs`.
     """
-    model = setup.model
-    inputs = ProbeInputs(task, model, samples, setup.device, setup.settings.seed, setup.metric_names, compute)
+    seed = setup.settings.seed
+    inputs = ProbeInputs(task, setup.model, samples, setup.device, seed, setup.metric_names, compute)
+    return probe_factories(inputs, setup.autocast, noise)
+
+
+def probe_factories(
+    inputs: ProbeInputs, autocast: contextlib.AbstractContextManager[Any], noise: float | None = 0.0
+) -> list[ProbeFactory]:
+    """Return how a task may be called, the most precise way first.
+
+    Args:
+        inputs: the task and what it is called with.
+        autocast: of forward and loss in training.
+        noise: see `precisions_to_try`.
+    """
+    model = inputs.model
     factories = []
 
     # In fp64, which takes copies.
-    if noise is not None and is_small(model, task.unchecked):
+    if noise is not None and is_small(model, inputs.task.unchecked):
         factories.append(ProbeFactory(FP64, functools.partial(probe_in_fp64, inputs, noise)))
 
     # Without autocast.
@@ -69,7 +83,7 @@ def precisions_to_try(
     factories.append(ProbeFactory(precision, functools.partial(TaskProbe, inputs)))
 
     # With it.
-    probe_as_trained = functools.partial(TaskProbe, inputs, call_context=lambda: setup.autocast)
+    probe_as_trained = functools.partial(TaskProbe, inputs, call_context=lambda: autocast)
     factories.append(ProbeFactory("as trained", probe_as_trained))
     return factories
 
@@ -170,8 +184,9 @@ def probe_in_fp64(inputs: ProbeInputs, noise: float) -> TaskProbe:
     for module in copies.values():
         module.double()
     _add_noise(copied_model, noise)
-    for original, parameter in zip(_parameters(originals), _parameters(copies), strict=True):
-        copy_gradient_hooks(original, parameter)
+    if inputs.written is None:  # in training, hooks may belong to the optimizer
+        for original, parameter in zip(_parameters(originals), _parameters(copies), strict=True):
+            copy_gradient_hooks(original, parameter)
 
     copied_inputs = dataclasses.replace(inputs, task=CheckedTask(copied_task, task.setting), model=copied_model)
     return TaskProbe(copied_inputs, call_context=_fp64_by_default, dtype=torch.float64)
@@ -227,8 +242,9 @@ def _ids_of_tensors(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def _registered_tensors(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
-    yield from module.parameters(recurse)
-    yield from module.buffers(recurse)
+    # The class's own methods: those of a model may be overridden, without this argument.
+    yield from nn.Module.parameters(module, recurse)
+    yield from nn.Module.buffers(module, recurse)
 
 
 def _add_noise(model: nn.Module, standard_deviation: float) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import pickle
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,6 +59,9 @@ class ProbeInputs:
     seed: int  # of each call
     stateful_metrics: Collection[str] = ()  # names of metrics that are not numbers
     compute: Compute | None = None  # the results to compare; None calls the task
+    # Names of the parameters that forwards are known to write, once training has shown them. Before, in a small model,
+    # any parameter may be: None.
+    written: Sequence[str] | None = None
 
 
 class TaskProbe:
@@ -106,7 +109,13 @@ class TaskProbe:
         self._generators = [owner for owner in stateful.owners.values() if owner.kind == "generator"]
         self._contents = Contents(model=model, task=task.unchecked)
         self.snapshot = Snapshot.of(stateful)
-        self.snapshot.take("all" if is_small(model, task.unchecked) else "trained")
+        if inputs.written is not None:
+            self.snapshot.add_written(inputs.written)
+            self.snapshot.take()
+        elif is_small(model, task.unchecked):
+            self.snapshot.take("all")
+        else:
+            self.snapshot.take("trained")
 
     @torch.no_grad()
     def __call__(
@@ -144,7 +153,7 @@ class TaskProbe:
                             backward(loss)
                     # The metrics are watched apart, as their rounding is not the loss's.
                     if isinstance(dispatch_mode, Observer):
-                        dispatch_mode.writes = self.snapshot.changed()
+                        dispatch_mode.writes = self._written_by_call()
                         dispatch_mode.epsilon_of_loss = dispatch_mode.epsilon
                     with operations_context:  # functions among the metrics compute now
                         metric_sums, metrics_error = self._sums_of(metrics, dispatch_mode)
@@ -168,6 +177,10 @@ class TaskProbe:
     def advanced_iterators(self) -> Collection[str]:
         """The names of the iterators from which the calls have taken items."""
         return self._contents.advanced_iterators
+
+    def _written_by_call(self) -> list[str]:
+        """Return what the call has changed. Not the modes of modules, which are the probe's."""
+        return [name for name in self.snapshot.changed() if not name.endswith(".training")]
 
     def _copy_to_device(self, tensor: Tensor) -> Tensor:
         dtype = self.dtype if tensor.is_floating_point() else None

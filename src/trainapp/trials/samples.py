@@ -8,7 +8,7 @@ collated apart, or by `split`. `FirstSamples` fetches them once for all trials.
 
 import pickle
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -176,17 +176,33 @@ def _generator_states(generators: Sequence[Owner]) -> bytes:
 
 def first_samples(data: Any, indices: Sequence[Any], seed: int) -> Samples | None:
     """Fetch these samples of a data set in batches. Return None for a single sample."""
+    fetcher = WatchedFetcher(data, seed)
+    samples = samples_in_batches(lambda chosen: fetcher[Request(0, chosen)], indices, range(len(indices)))
+    if samples is None:
+        return None
+    return samples._replace(collate_draws=fetcher.collate_draws)
+
+
+def samples_in_batches(
+    batch_of: Callable[[list[Any]], Any], indices: Sequence[Any], positions: Sequence[int]
+) -> Samples | None:
+    """Return samples, an even number of them, in the batches that are compared. Return None for a single sample.
+
+    Args:
+        batch_of: makes the batch of the samples with these indices.
+        indices: of the samples.
+        positions: of the samples, see `TrialBatch`.
+    """
     number = len(indices) // 2 * 2
     if number < 2:
         return None
     half = number // 2
     first_indices = list(indices[:half])
     second_indices = list(indices[half:number])
-    positions = list(range(number))
-    fetcher = WatchedFetcher(data, seed)
-    whole = TrialBatch(fetcher[Request(0, first_indices + second_indices)], positions)
-    first_half = TrialBatch(fetcher[Request(0, first_indices)], positions[:half])
-    second_half = TrialBatch(fetcher[Request(0, second_indices)], positions[half:])
+    positions = list(positions[:number])
+    whole = TrialBatch(batch_of(first_indices + second_indices), positions)
+    first_half = TrialBatch(batch_of(first_indices), positions[:half])
+    second_half = TrialBatch(batch_of(second_indices), positions[half:])
 
     # A batch that is its halves joined: other orders of the same samples, and unequal parts.
     dims = batch_dims(whole.data, [first_half.data, second_half.data])
@@ -194,19 +210,21 @@ def first_samples(data: Any, indices: Sequence[Any], seed: int) -> Samples | Non
         samples = Samples(number, whole, first_half, second_half, is_joined=True)
         samples = samples._replace(reordered=_reordered(samples, dims))
         if number > 2:
-            samples = samples._replace(unequal_cuts=_unequal_cuts(samples, fetcher, list(indices[:number])))
-        return samples._replace(collate_draws=fetcher.collate_draws)
+            samples = samples._replace(unequal_cuts=_unequal_cuts(samples, batch_of, list(indices[:number])))
+        return samples
 
     # Two halves of different lengths: the first one twice may still be itself joined.
-    first_half_twice = fetcher[Request(0, first_indices * 2)]
+    first_half_twice = batch_of(first_indices * 2)
     is_joined = bool(batch_dims(first_half_twice, [first_half.data, first_half.data]))
     if is_joined:
         whole = TrialBatch(first_half_twice, positions)
         second_half = TrialBatch(first_half.data, positions[half:])
-    return Samples(number, whole, first_half, second_half, is_joined, collate_draws=fetcher.collate_draws)
+    return Samples(number, whole, first_half, second_half, is_joined)
 
 
-def _unequal_cuts(samples: Samples, fetcher: Fetcher, indices: list[Any]) -> tuple[UnequalParts, ...]:
+def _unequal_cuts(
+    samples: Samples, batch_of: Callable[[list[Any]], Any], indices: list[Any]
+) -> tuple[UnequalParts, ...]:
     """Return the whole batch cut behind its first and before its last sample, where it is these parts joined.
 
     One cut is not enough: a mean that is weighted by numbers such as 2, 2, 3, 1 of the samples adds up in halves and
@@ -216,8 +234,8 @@ def _unequal_cuts(samples: Samples, fetcher: Fetcher, indices: list[Any]) -> tup
     last = len(indices) - 1
     cuts = []
     for cut, description in ((1, "the first and the others"), (last, "the others and the last")):
-        first = TrialBatch(fetcher[Request(0, indices[:cut])], whole.positions[:cut])
-        second = TrialBatch(fetcher[Request(0, indices[cut:])], whole.positions[cut:])
+        first = TrialBatch(batch_of(indices[:cut]), whole.positions[:cut])
+        second = TrialBatch(batch_of(indices[cut:]), whole.positions[cut:])
         if batch_dims(whole.data, [first.data, second.data]):
             cuts.append(UnequalParts(first, second, description))
     return tuple(cuts)

@@ -1,8 +1,9 @@
 """State that a micro-batch of an evaluation leaves to the next one, so that results depend on where batches are split.
 
 A buffer or a number that a forward writes is state. What it leaves in other attributes may be a result for others to
-read, such as attention weights, or state, such as a list of earlier features. The second micro-batch tells: it is
-evaluated twice, once without what the first has left.
+read, such as attention weights, or state, such as a list of earlier features. The second micro-batch tells, and the
+last full one, as such a list may be read once it is long enough: these are evaluated twice, once without what earlier
+ones have left.
 """
 
 import math
@@ -27,8 +28,8 @@ def record_writes(session: Session, is_first_evaluation: bool) -> None:
 
     Args:
         session: the live objects.
-        is_first_evaluation: whether the set is evaluated for the first time in this process: only then is the second
-            micro-batch evaluated twice.
+        is_first_evaluation: whether the set is evaluated for the first time in this process: only then are
+            micro-batches evaluated twice.
     """
     current = session.evaluation
     current.written = session.snapshot.changed(only_state=True)
@@ -38,7 +39,22 @@ def record_writes(session: Session, is_first_evaluation: bool) -> None:
         current.written = session.snapshot.changed()
         may_carry = bool(current.written)
     (any_may_carry,) = session.eval_ranks.all_reduce_max(may_carry)  # they evaluate it twice together
-    current.is_tried_without = bool(any_may_carry)
+    current.may_carry = bool(any_may_carry)
+    current.is_tried_without = current.may_carry
+
+
+def precedes_last_full(session: Session, micro: MicroBatch, samples_left: int) -> bool:
+    """Return whether the micro-batch after this one is the last full one of the set, on any of the ranks that evaluate
+    together. Collective over these.
+
+    Args:
+        session: the live objects.
+        micro: a complete micro-batch.
+        samples_left: after it, of this rank.
+    """
+    is_next_last = micro.samples <= samples_left < 2 * micro.samples
+    (on_any_rank,) = session.eval_ranks.all_reduce_max(is_next_last)
+    return bool(on_any_rank)
 
 
 def evaluate_without_earlier(session: Session, micro: MicroBatch) -> dict[str, float]:
@@ -69,11 +85,11 @@ def as_numbers(loss: Tensor, count: Number, metrics: Mapping[str, MetricSum]) ->
 def warn_of_carried_state(
     session: Session, micro: MicroBatch, without: dict[str, float], now: dict[str, float]
 ) -> None:
-    """Warn once if a micro-batch has other results without what the first one has left.
+    """Warn once if a micro-batch has other results without what earlier ones have left.
 
     Args:
         session: the live objects.
-        micro: the second micro-batch.
+        micro: a micro-batch after the first.
         without: see `evaluate_without_earlier`.
         now: its results.
     """

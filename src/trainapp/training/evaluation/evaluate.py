@@ -21,6 +21,7 @@ from trainapp.training.engine import Totals
 from trainapp.training.evaluation.carried_state import (
     as_numbers,
     evaluate_without_earlier,
+    precedes_last_full,
     record_writes,
     warn_of_carried_state,
 )
@@ -162,6 +163,9 @@ def _finish_set(session: Session) -> None:
     current.totals = None
     current.embedded = None
     current.complete = False
+    current.written = ()
+    current.may_carry = False
+    current.is_tried_without = False
     current.rows_before = {}
     session.metrics.reset()
 
@@ -228,7 +232,7 @@ def _totals_of_set(session: Session, name: str, batches: EvalBatches) -> Totals:
     with as_evaluated(session.engine, name):
         if not current.complete:  # otherwise one rank alone repeats what follows
             compute = functools.partial(_totals_with, session)
-            keep = functools.partial(_keep, session, name, batches.is_stream)
+            keep = functools.partial(_keep, session, name, batches)
             each_micro_batch(session, fetched, compute, keep)
             current.complete = True
 
@@ -278,13 +282,13 @@ def _require_samples_first(session: Session, micro: MicroBatch) -> None:
     session.metrics.require_samples_first(metrics, micro.samples)
 
 
-def _keep(session: Session, name: str, is_stream: bool, micro: MicroBatch, totals: Totals) -> None:
+def _keep(session: Session, name: str, batches: EvalBatches, micro: MicroBatch, totals: Totals) -> None:
     """Take the totals of a complete micro-batch.
 
     Args:
         session: the live objects.
         name: the set's name.
-        is_stream: whether micro-batches may be the time steps of sequences, over which state is carried by design.
+        batches: of the set. Those of a stream may be time steps of sequences, over which state is carried by design.
         micro: the micro-batch.
         totals: those of the set, including it.
     """
@@ -294,16 +298,18 @@ def _keep(session: Session, name: str, is_stream: bool, micro: MicroBatch, total
     if is_first:
         require_own_rows(session, micro)
 
-    # State that the first micro-batch writes and the second may read.
+    # State that the first micro-batch writes and a later one may read.
     if is_first:
-        if not is_stream:
+        if not batches.is_stream:
             record_writes(session, name not in session.evaluated_sets)
     else:
-        if current.written and not current.is_tried_without and micro.real:
+        if current.written and not current.may_carry and micro.real:
             warn_of_writes_in_evaluation(session, current.written, micro.samples)
-        current.written = ()
-        current.is_tried_without = False
+        if not current.may_carry:
+            current.written = ()
         session.evaluated_sets.add(name)
+        samples_left = batches.end - batches.start - totals.samples
+        current.is_tried_without = current.may_carry and precedes_last_full(session, micro, samples_left)
     if current.embedded is not None:
         current.embedded.keep(micro.real)
     session.metrics.awaits_samples_first = False
