@@ -23,7 +23,7 @@ from trainapp.state.stateful import Stateful, held_tensors
 from trainapp.torch_private import copy_gradient_hooks
 from trainapp.training.dependence import iterators_text
 from trainapp.trials.modes import TrialSetup
-from trainapp.trials.probe import Compute, ProbeInputs, TaskProbe, is_small, lacks_gradients
+from trainapp.trials.probe import ProbeInputs, TaskProbe, is_small, lacks_gradients
 from trainapp.trials.samples import Samples
 from trainapp.units import listed
 
@@ -44,7 +44,6 @@ def precisions_to_try(
     samples: Samples,
     task: CheckedTask,
     noise: float | None = 0.0,
-    compute: Compute | None = None,
 ) -> list[ProbeFactory]:
     """Return how a task may be called, the most precise way first.
 
@@ -53,10 +52,9 @@ def precisions_to_try(
         samples: the first ones.
         task: the task.
         noise: in small models' copies in fp64, see `probe_in_fp64`; None: no copies.
-        compute: see `ProbeInputs`.
     """
     model = setup.model
-    inputs = ProbeInputs(task, model, samples, setup.device, setup.settings.seed, setup.metric_names, compute)
+    inputs = ProbeInputs(task, model, samples, setup.device, setup.settings.seed, setup.metric_names)
     factories = []
 
     # In fp64, which takes copies.

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainapp.data.batch import map_tensors
+from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
-from trainapp.losses.losses import CheckedTask, evaluate_metrics
+from trainapp.losses import contrastive
+from trainapp.losses.losses import CheckedTask, Metrics, evaluate_metrics, has_embeddings
 from trainapp.models.inspect import evaluation_mode
 from trainapp.rng import preserved_rng, seed_from
 from trainapp.state.contents import Contents
@@ -30,8 +31,6 @@ from trainapp.state.stateful import Owner, Stateful, held_tensors
 from trainapp.torch_private import BatchNorm, strided_parts
 from trainapp.trials.operations import Observer, RandomRounding
 from trainapp.trials.samples import Samples, TrialBatch
-
-Compute = Callable[..., tuple[Tensor, Any, Mapping[str, Any]]]  # of (task, model, batch on the device)
 
 # Bytes of model and task up to which they are copied whole: 16 million numbers in fp32, twice as many bytes in fp64.
 MAX_COPIED_BYTES = 64 * 2**20
@@ -58,11 +57,10 @@ class ProbeInputs:
     device: torch.device  # to which model, task and batches are moved
     seed: int  # of each call
     stateful_metrics: Collection[str] = ()  # names of metrics that are not numbers
-    compute: Compute | None = None  # the results to compare; None calls the task
 
 
 class TaskProbe:
-    """Calls of a task with one of the samples' batches.
+    """Calls of a task with one of the samples' batches. Of an embedding loss, those of its `embed`.
 
     Args:
         inputs: the task and what it is called with.
@@ -87,8 +85,8 @@ class TaskProbe:
         self.dtype = dtype
         self.with_gradients = False
         self._compute: Callable[..., Any] = functools.partial(task, model)
-        if inputs.compute is not None:
-            self._compute = functools.partial(inputs.compute, task, model)
+        if has_embeddings(task):
+            self._compute = functools.partial(sum_over_embeddings, task, model)
         self._call_context = call_context
         self._stateful_metrics = inputs.stateful_metrics
         self._model_and_task = [model, task.unchecked]
@@ -195,6 +193,28 @@ class TaskProbe:
             return sums, ""
         except Exception as error:
             return {}, summary_of(error)
+
+
+def sum_over_embeddings(task: Any, model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:
+    """Return what is compared in place of an embedding loss: a sum of one number per row of the embeddings, and the
+    number of rows. It is that of a batch's parts only if a row does not depend on the other samples.
+
+    No number per row is linear in it, since rows that are normalised over the batch have a constant sum; nor its
+    square, as such rows have a constant variance, and those of length 1 a constant square.
+    """
+    embeddings = tensors_in(contrastive.embed(task, model, batch))
+    total: Tensor | None = None
+    for embedding in embeddings:
+        if embedding.is_complex():
+            embedding = torch.view_as_real(embedding.resolve_conj())
+        wide = torch.float32 if embedding.device.type == "mps" else torch.float64
+        rows = embedding.to(wide).reshape(len(embedding), -1)
+        weights = torch.arange(rows.shape[1], dtype=wide, device=rows.device).cos()
+        # As a logarithm of large numbers, so that a change of small ones beside them shows, and without one of 0.
+        numbers = torch.asinh(rows + 1) @ weights
+        total = numbers.sum() if total is None else total.to(numbers.device) + numbers.sum()
+    assert total is not None  # `contrastive.embed` refuses results without tensors
+    return total, len(embeddings[0]), {}
 
 
 def generator_states(generators: Iterable[Owner] = ()) -> bytes:
