@@ -56,6 +56,9 @@ class DrawRecord:
     draws: bool = False
     # Works of tasks and models that are trainapp's own: all their draws have the samples first. Not in checkpoints.
     samples_come_first: set[str] = field(default_factory=set)
+    # Paths in embedding losses of the BatchNorm layers that `embed` calls, which see a micro-batch: those that
+    # `loss_of_embeddings` calls see the whole step. Not in checkpoints.
+    batchnorms_of_embed: set[str] = field(default_factory=set)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint: a resumed run draws as it would have."""

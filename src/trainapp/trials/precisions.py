@@ -84,12 +84,14 @@ class ProbeResult(Generic[T]):
     failures: dict[str, str]  # why there is none in a higher precision, by precision
     written_globals: Collection[str]  # names of the global variables that the calls have written
     advanced_iterators: Collection[str]  # names of the iterators from which the calls have taken items
+    batchnorms_of_embed: Collection[str]  # see `DrawRecord`
 
 
 def note_traces(result: ProbeResult[Any], draw_record: DrawRecord) -> None:
-    """Record which global variables the calls have written, and which iterators they have advanced: what
-    `training.dependence` says before the first step.
+    """Record which global variables the calls have written, which iterators they have advanced, and which BatchNorm
+    layers of an embedding loss see a micro-batch: what `training.dependence` says.
     """
+    draw_record.batchnorms_of_embed.update(result.batchnorms_of_embed)
     if result.advanced_iterators:
         draw_record.depends[ITERATORS] = iterators_text(result.advanced_iterators)
     if result.written_globals:
@@ -125,7 +127,9 @@ def first_working_result(
         lost = probe.snapshot.lost
         if lost:
             log.warning("a trial call of the task has changed %s in place; frozen, it had no copy", listed(lost))
-        return ProbeResult(value, precision, failures, probe.written_globals, probe.advanced_iterators)
+        return ProbeResult(
+            value, precision, failures, probe.written_globals, probe.advanced_iterators, probe.batchnorms_of_embed
+        )
     raise ValueError("no way to call the task")
 
 

@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
 from trainapp.losses import contrastive
 from trainapp.losses.losses import CheckedTask, Metrics, evaluate_metrics, has_embeddings
-from trainapp.models.inspect import evaluation_mode
+from trainapp.models.inspect import batchnorms_of_task, evaluation_mode
 from trainapp.rng import preserved_rng, seed_from
 from trainapp.state.contents import Contents
 from trainapp.state.snapshot import Snapshot
@@ -68,7 +69,7 @@ class TaskProbe:
         dtype: of floating-point tensors in batches; None: as they are.
 
     Attributes: `snapshot`, whose `lost` are parameters that a call has written for good; `with_gradients`, whether
-    calls record a graph, False at first: without one they take less memory.
+    calls record a graph, False at first: without one they take less memory; `batchnorms_of_embed`, see `DrawRecord`.
     """
 
     def __init__(
@@ -99,6 +100,12 @@ class TaskProbe:
             self._batchnorms.extend(module for module in root.modules() if isinstance(module, BatchNorm))
         for root in self._roots:
             root.to(self.device)
+
+        # Of an embedding loss: which of its own BatchNorm layers `embed` calls.
+        self.batchnorms_of_embed: set[str] = set()
+        self._batchnorms_of_task: dict[nn.Module, str] = {}
+        if has_embeddings(task):
+            self._batchnorms_of_task = {layer: name for name, layer in batchnorms_of_task(stateful, "task").items()}
 
         # The state with which every call starts. Of a large model, most of the memory may be frozen.
         self._generators = [owner for owner in stateful.owners.values() if owner.kind == "generator"]
@@ -136,7 +143,7 @@ class TaskProbe:
                 seed_from(self.device, self.seed)
                 states_before = self._generator_states()
                 with draws_context:
-                    with recording, operations_context:
+                    with recording, operations_context, self._noted_batchnorms():
                         loss, count, metrics = self._compute(batch_on_device)
                         if backward is not None:
                             backward(loss)
@@ -166,6 +173,23 @@ class TaskProbe:
     def advanced_iterators(self) -> Collection[str]:
         """The names of the iterators from which the calls have taken items."""
         return self._contents.advanced_iterators
+
+    @contextlib.contextmanager
+    def _noted_batchnorms(self) -> Iterator[None]:
+        """Note in the block which BatchNorm layers of an embedding loss are called."""
+        if not self._batchnorms_of_task:
+            yield
+            return
+
+        def note(module: nn.Module, _arguments: Any) -> None:
+            if module in self._batchnorms_of_task:
+                self.batchnorms_of_embed.add(self._batchnorms_of_task[module])
+
+        handle = register_module_forward_pre_hook(note)  # of all modules: one of the layers' own would be their state
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _copy_to_device(self, tensor: Tensor) -> Tensor:
         dtype = self.dtype if tensor.is_floating_point() else None
