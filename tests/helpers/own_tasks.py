@@ -33,6 +33,17 @@ class Net(nn.Module):
         return self.head(self.features(inputs))
 
 
+class Synchronised(nn.Module):
+    """Waits for the other ranks in its forward."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes), nn.SyncBatchNorm(num_classes))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs)
+
+
 class Lazy(nn.Module):
     def __init__(self, num_classes: int):
         super().__init__()
@@ -280,6 +291,14 @@ class Mirrored(EmbeddingTask):
 
 
 mirrored = Mirrored()
+
+
+class MixesSamples(Mirrored):
+    """The wrong variant: its rows are normalised over their micro-batch."""
+
+    def embed(self, model, batch):
+        first, second = (model(x) for x in (batch["inputs"], batch["inputs"].flip(3)))
+        return {"first": first - first.mean(0), "second": second}
 
 
 def per_micro_batch(model, batch):

@@ -7,10 +7,13 @@ import json
 
 import pytest
 import runs
+import torch
 from faults import Fault
 from harness import Record, Recorded
+from torch import nn
 
 from trainapp.errors import TrainingStopped
+from trainapp.oom import error_kinds
 from trainapp.sizes.failures import ErrorKind
 
 from .conftest import peak_of, prepared, tiny
@@ -211,6 +214,20 @@ def test_an_error_of_an_evaluation_that_no_number_of_samples_causes_has_no_advic
     with pytest.raises(RuntimeError, match="dtype") as caught:
         runs.run(tmp_path, *EVALUATED, "+model.group=1", "batch.eval_micro_size=12", "task=own_models.of_floats")
     assert caught.value.__notes__ == ["at step 2"]
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda: nn.Conv1d(1, 1, 1)(torch.ones(1, 1, 2, dtype=torch.float64)),
+        lambda: nn.Linear(2, 2)(torch.ones(1, 2, dtype=torch.float64)),
+    ],
+)
+def test_torchs_errors_about_dtypes_are_of_any_number_of_samples(compute):
+    with pytest.raises(RuntimeError) as caught:
+        compute()
+    assert error_kinds._OF_ANY_NUMBER.search(str(caught.value))
+    assert not error_kinds._OF_ANY_NUMBER.search("the batch sizes of input and state should be the same")
 
 
 def test_a_number_of_samples_that_the_model_refuses_in_a_prediction_is_named(tmp_path):

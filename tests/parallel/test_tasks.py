@@ -147,6 +147,13 @@ def test_all_ranks_refuse_a_loss_that_is_no_sum(cell):
         assert record.error.startswith("task=own_tasks.balanced: the loss is not a sum over samples")
 
 
+@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+def test_batchnorm_that_waits_for_other_ranks_is_refused(cell, spread):
+    own = ("model._target_=own_tasks.Synchronised", "~model.width", "~model.dropout", f"parallel={spread}")
+    records = cell.run(2, *NET[:3], *NET[4:], *own, "task=classification", tiny=TINY)
+    assert all("the model has nn.SyncBatchNorm (layers.2), which waits" in record.error for record in records)
+
+
 DRAWS = ("model=mlp", "model._target_=own_draws.Transformer", "~model.width", "~model.depth", "~model.dropout")
 DRAWS += ("data=digits", "user_packages=[own_draws]", "task=own_draws.task")
 

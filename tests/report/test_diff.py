@@ -107,6 +107,25 @@ def test_what_depends_on_the_micro_batch_is_the_cause(tmp_path, capsys):
     )
 
 
+def test_an_embedding_loss_whose_embed_mixes_samples_is_suspected(tmp_path, capsys):
+    settings = (
+        *(*runs.TINY, *runs.own_model("own_tasks.Net"), "data=digits", "train.check_loss=false", "every.eval=2"),
+        *("user_packages=[own_tasks]", "task=own_tasks.MixesSamples", "train.max_steps=2"),
+    )
+    for size in (16, 4):
+        runs.run(tmp_path / str(size), *settings, f"batch.micro_size={size}")
+    runs.run(tmp_path / "seed", *settings, "batch.micro_size=4", "train.seed=1")
+    lines, sentence, _ = shown(capsys, tmp_path / "16", tmp_path / "4")
+    assert sentence.startswith("different from step 1 on (loss, grad_norm, own): ")
+    assert "of the embedding loss, also at its embed and the model: a row must not depend on" in sentence
+    assert (
+        "  further state that differs: counts of steps and samples, or the objective and the best evaluation" in lines
+    )
+    _, sentence, _ = shown(capsys, tmp_path / "4", tmp_path / "seed")
+    assert "look at the data" in sentence
+    assert "embedding" not in sentence
+
+
 # --- runs of which one was resumed
 
 SIX = (*MLP, "train.max_steps=6")

@@ -231,12 +231,27 @@ def _spread(
     """
     if ranks.world_size == 1:
         return SingleDevice(model, ranks)
+    _refuse_synchronised_batchnorm(model)
     if config.parallel.strategy == "ddp":
         return DDP(model, ranks, config.parallel.ddp, trained_parameters)
     blocks = blocks_of(model, "parallel=fsdp")
     # BatchNorm needs fp32 parameters: such models are gathered in fp32, and autocast casts during computation.
     dtype = torch.float32 if batchnorms(model) else compute_dtype
     return FSDP(model, blocks, ranks, config.parallel.fsdp, dtype)
+
+
+def _refuse_synchronised_batchnorm(model: nn.Module) -> None:
+    """Raise UserError for layers whose forward waits for the other ranks, which may have fewer micro-batches, or have
+    run out of memory.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UserError(
+                f"the model has nn.SyncBatchNorm ({name}), which waits in its forward for all ranks, but these may "
+                "have other numbers of micro-batches, and each may run out of memory: use nn.BatchNorm, whose "
+                "statistics are those of a rank's micro-batch; a norm that does not depend on the other samples, such "
+                "as GroupNorm; or one rank"
+            )
 
 
 def _initialise_shards(config: Config, strategy: Strategy, ranks: Ranks, device: torch.device) -> None:

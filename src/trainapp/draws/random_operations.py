@@ -19,7 +19,7 @@ from trainapp.draws import counter_based, fused
 from trainapp.draws.counter_based import BLOCK
 from trainapp.draws.filling import Distribution, fill_by_sample
 from trainapp.draws.layout import DrawLayout, RandomDraw
-from trainapp.draws.record import TopicKind, shown_name
+from trainapp.draws.record import EVALUATION, TopicKind, shown_name
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.draws.splitmix64 import hashed, signed
 from trainapp.torch_private import draws_numbers
@@ -209,7 +209,8 @@ def _draw_without_samples(call: OperationCall, numbered: NumberedDraw) -> Any:
     if layout.varies:
         seed = hashed(seed, call.sample_draws.positions[0])
         shape = list(draw.shape or draw.sizes)
-        text = f"{shown_name(call.name)} of {shape}: none of its dimensions is that of the samples"
+        work = " in evaluation" if call.sample_draws.work == EVALUATION else ""
+        text = f"{shown_name(call.name)} of {shape}{work}: none of its dimensions is known to be that of the samples"
         call.sample_draws.draw_record.note(TopicKind.DRAWS.topic(call.name), text)
     target = call.args[0]
     if not isinstance(target, Tensor):  # `randperm`

@@ -59,6 +59,9 @@ class DrawRecord:
     samples_come_first: set[str] = field(default_factory=set)
     # The names of modules that draw the same for all samples, by operation. Not in checkpoints: unknown after a resume.
     modules_of_shared: dict[str, set[str]] = field(default_factory=dict)
+    # Paths in embedding losses of the BatchNorm layers that `embed` calls, which see a micro-batch: those that
+    # `loss_of_embeddings` calls see the whole step. Not in checkpoints.
+    batchnorms_of_embed: set[str] = field(default_factory=set)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint: a resumed run draws as it would have."""

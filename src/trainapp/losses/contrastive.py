@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainapp.config.schema import Batch, Config
 from trainapp.data.batch import map_tensors, tensors_in
-from trainapp.errors import UserError
+from trainapp.errors import UserError, add_note
 from trainapp.losses.losses import Metrics, Output, inputs_and_targets, tensor_of_output
 from trainapp.optim.precision import at_least_fp32
 
@@ -148,6 +148,18 @@ def like(structure: Any, tensors: list[Tensor]) -> Any:
     return map_tensors(lambda _: next(remaining), structure)
 
 
+def explain_in_place_write(error: RuntimeError, setting: str) -> None:
+    """Add a note to torch's error about a `loss_of_embeddings` that changes embeddings in place. Its message tells, as
+    torch has no error class for it (2.13).
+    """
+    if "a leaf Variable that requires grad" in str(error):
+        add_note(
+            error,
+            f"{setting}: its loss_of_embeddings changes embeddings in place, but the step computes gradients for them: "
+            "make new tensors, such as `first = first / 2`, or `first = first.clone()` before",
+        )
+
+
 def require_uncut(config: Config, world_size: int, samples: int) -> None:
     """Raise UserError for settings that would split the batch of a task with `whole_batch = True`.
 
@@ -163,7 +175,7 @@ def require_uncut(config: Config, world_size: int, samples: int) -> None:
     if world_size > 1:
         raise UserError(
             f"{why}, but {world_size} ranks would each compute the loss of a part of it, which is another loss; use "
-            "parallel=single, or a loss that is a sum over samples"
+            "parallel=single, a loss that is a sum over samples, or an embedding loss (trainapp.tasks.EmbeddingTask)"
         )
     is_accumulated = config.accumulation.steps not in ("auto", 1)
     is_split = any(size < whole_size for size in _micro_sizes(config.batch))

@@ -16,6 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from trainapp.config.schema import Model
 from trainapp.errors import UserError
+from trainapp.state.stateful import Stateful
 from trainapp.torch_private import BatchNorm
 from trainapp.units import listed
 
@@ -44,6 +45,23 @@ def evaluation_mode(roots: Collection[nn.Module]) -> Iterator[None]:
 def batchnorms(model: nn.Module) -> list[str]:
     """Return the names of the modules that normalise over the samples of a micro-batch."""
     return [name for name, module in model.named_modules() if isinstance(module, BatchNorm)]
+
+
+def batchnorms_of_task(stateful: Stateful, root_name: str) -> dict[str, nn.Module]:
+    """Return the same modules of a task, by their paths in it.
+
+    Args:
+        stateful: has the modules outside of the model.
+        root_name: names the task among its roots.
+    """
+    layers = {}
+    for module_name, module in stateful.modules.items():
+        root, _, path_of_module = module_name.partition(".")
+        if root != root_name:
+            continue
+        for path in batchnorms(module):
+            layers[".".join(filter(None, (path_of_module, path)))] = module.get_submodule(path)
+    return layers
 
 
 def untrained_modules(model: nn.Module) -> list[nn.Module]:

@@ -28,7 +28,9 @@ _BEYOND_A_KERNEL = re.compile(
 # Of autograd where nothing is recorded.
 _NO_GRAPH = re.compile(r"does not require grad|do(?:es)? not have a grad_fn|appears to not have been used in the graph")
 # Of kernels that refuse an input whatever its number of samples.
-_OF_ANY_NUMBER = re.compile(r"\bdtypes?\b|scalar type|on the same device|not implemented", re.IGNORECASE)
+_OF_ANY_NUMBER = re.compile(
+    r"\bdtypes?\b|scalar type|type \([^)]*\) should be the same|on the same device|not implemented", re.IGNORECASE
+)
 
 # What models raise for too few samples. Not UserErrors, nor signals.
 MODEL_ERRORS = (ValueError, RuntimeError, LookupError, AssertionError, ArithmeticError)

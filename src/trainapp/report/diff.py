@@ -25,6 +25,19 @@ _ROUNDING = 1e-2  # of any other dtype
 _JUDGED = ("loss", "lr", "grad_norm")  # continuous: a metric such as accuracy jumps where a rounding decides
 _MOST_ROWS = 10  # per table
 _LONGEST = 60  # characters of a value
+# Entries of a checkpoint besides tensors, as users know them.
+_STATES = {
+    "progress": "counts of steps and samples, or the objective and the best evaluation",
+    "stateful": "state of the task, the data or callbacks: their buffers, generators and state_dict",
+    "scaler": "the loss scale",
+    "sampler": "the position in the data",
+    "schedule": "the schedule",
+    "average_step": "the step of the weight average",
+    "updates": "the names of the updates",
+    "class_names": "the names of classes",
+    "filled": "sizes filled in from the data",
+    "rows_by_rank": "per_sample_buffers",
+}
 _FINER_LOG = "rerun with every.log=1 to see the exact step"
 
 
@@ -245,7 +258,8 @@ def _weights_section(comparison: Comparison) -> Iterator[str]:
     optimizer_state = "equal bit for bit" if weights.has_equal_optimizer else "differs"
     yield f"  the optimizer's state: {optimizer_state}"
     if weights.others:
-        yield f"  further state that differs: {', '.join(weights.others)}"
+        names = [_STATES.get(name, name) for name in weights.others]
+        yield f"  further state that differs: {'; '.join(names)}"
 
 
 def _tensor_rows(weights: "CheckpointDifference") -> Iterator[str]:
@@ -456,6 +470,16 @@ def _circumstances(comparison: Comparison) -> list[str]:
     return texts
 
 
+def _may_mix_samples(comparison: Comparison, step: int) -> bool:
+    """Return whether a run with an embedding loss has split this step differently from the other one."""
+    checks = [*comparison.a.recipe.get("checks", ()), *comparison.b.recipe.get("checks", ())]
+    has_embeddings = any(name.startswith("embeddings") for name in checks)
+    is_split_differently = comparison.other_sizes is not None and comparison.other_sizes <= comparison.a.attempt_of(
+        step
+    )
+    return has_embeddings and (is_split_differently or comparison.a.ranks_of(step) != comparison.b.ranks_of(step))
+
+
 def _resumes_before(comparison: Comparison, step: int) -> list[tuple[str, int]]:
     """Return the resumes that may be the cause of a difference in a step: the run, A or B, and the step before the
     resume. If values were equal in step n, these are the resumes after it, and that before it, whose first update is
@@ -482,7 +506,13 @@ def _advice(comparison: Comparison) -> list[str]:
     if "lr" in kinds:
         return ["look at the learning rate and its schedule"]
     if "loss" in kinds and step == 1:
-        return ["look at the data, the initial weights, the loss and the precision"]
+        advice = ["look at the data, the initial weights, the loss and the precision"]
+        if _may_mix_samples(comparison, step):
+            advice.append(
+                "of the embedding loss, also at its embed and the model: a row must not depend on the other samples "
+                "of a micro-batch, as it does if it is normalised over them (docs/extending.md)"
+            )
+        return advice
     if "grad_norm" in kinds and step == 1:
         return ["the loss is equal, look at the backward (precision, micro-batches, recomputation)"]
 

@@ -21,10 +21,11 @@ from trainapp.draws.record import COLLATE
 from trainapp.files import RECIPE, atomic_write, json_object, strict_json
 from trainapp.losses.losses import Task, unchecked
 from trainapp.models import recurrent
-from trainapp.models.inspect import batchnorms, untrained_modules
+from trainapp.models.inspect import untrained_modules
 from trainapp.optim.precision import Precision, has_tf32
 from trainapp.techniques.ladder import overrides_turned_on
 from trainapp.torch_private import BatchNorm
+from trainapp.training.dependence import batchnorms_of_micro_batches
 from trainapp.training.session import InitialWeights, Session
 from trainapp.trials.modes import OF_CHECKPOINT
 
@@ -343,7 +344,7 @@ def _training(session: Session, earlier: Mapping[str, Any]) -> TrainingRecipe:
         ema=config.train.ema,
         schedule=_schedule(session),
         stopping=_stopping(session.config, objective),
-        batchnorm_layers=_batchnorm_layers(session.state.model),
+        batchnorm_layers=_batchnorm_layers(session),
         collate_draws=COLLATE in session.engine.draw_record.depends,
         checks=_checks(session, earlier),
         frozen=_frozen(session.state.model),
@@ -378,9 +379,9 @@ def _task_name(task: Task) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _batchnorm_layers(model: nn.Module) -> int:
+def _batchnorm_layers(session: Session) -> int:
     """Return the number of layers that normalise over a micro-batch: not those that stay in evaluation mode."""
-    return sum(model.get_submodule(name).training for name in batchnorms(model))
+    return sum(layer.training for layer in batchnorms_of_micro_batches(session).values())
 
 
 def _checks(session: Session, earlier: Mapping[str, Any]) -> dict[str, str]:

@@ -382,7 +382,20 @@ def _subjects_by_outcome(checks: dict[str, str]) -> dict[str, dict[str, list[str
     return subjects_by_outcome
 
 
-_SUBJECTS = {"loss": "the loss", "padding": "the loss in padded halves", "draws": "random draws"}
+_SUBJECTS = {
+    "loss": "the loss",
+    "padding": "the loss in padded halves",
+    "embeddings": "the embeddings",
+    "padded_embeddings": "the embeddings in padded halves",
+    "draws": "random draws",
+}
+# Subjects of one outcome that have a common name.
+_WITH_PADDED_HALVES: dict[tuple[str, ...], str] = {
+    ("loss", "padding"): "the loss {}, also in padded halves,",
+    ("embeddings", "padded_embeddings"): "the embeddings {}, also in padded halves,",
+}
+_PLURAL_SUBJECTS = {"embeddings", "padded_embeddings", "draws"}
+_VERBS = ("adds up ", "does not add up", "is ", "are ", "all belong ")  # with which outcomes begin
 
 
 def _calls_text(calls: list[str]) -> str:
@@ -404,10 +417,11 @@ def _check_text(subjects: list[str], calls: str, outcome: str) -> str:
         return f"no random draws {calls}"
     names = " and ".join(_SUBJECTS[subject] for subject in subjects)
     text = f"{names} {calls}"
-    if subjects == ["loss", "padding"]:
-        text = f"the loss {calls}, also in padded halves,"
+    joint_name = _WITH_PADDED_HALVES.get(tuple(subjects))
+    if joint_name is not None:
+        text = joint_name.format(calls)
     if outcome.startswith("not "):
-        text += " are" if "draws" in subjects else " is"
-    elif not outcome.startswith(("adds up ", "does not add up", "is ", "all belong ")):
+        text += " is" if _PLURAL_SUBJECTS.isdisjoint(subjects) else " are"
+    elif not outcome.startswith(_VERBS):
         text += ":"
     return f"{text} {outcome}"

@@ -140,7 +140,11 @@ class CachedGradients(Engine):
         # Compute the loss. It is seeded without the rank, so that it draws the same numbers on all ranks.
         seed_from(self.state.device, self.state.seed, context.batch_number, context.update.number)
         with precision.autocast:
-            loss, count, metrics = task.loss_of_embeddings(contrastive.like(structure, leaves))
+            try:
+                loss, count, metrics = task.loss_of_embeddings(contrastive.like(structure, leaves))
+            except RuntimeError as error:
+                contrastive.explain_in_place_write(error, task.setting)
+                raise
         if self.is_first:
             _require_of_embeddings(loss, task.setting)
 

@@ -7,8 +7,8 @@ from torch import nn
 
 from trainapp.draws.record import GLOBALS, ITERATORS, TopicKind, shown_name
 from trainapp.errors import TrainingStopped
-from trainapp.losses.losses import has_embeddings, needs_whole_batch
-from trainapp.models.inspect import batchnorms, instead_of_batchnorm, per_sample_buffers
+from trainapp.losses.losses import has_embeddings, needs_whole_batch, unchecked
+from trainapp.models.inspect import batchnorms, batchnorms_of_task, instead_of_batchnorm, per_sample_buffers
 from trainapp.state.checksum import checksum
 from trainapp.state.contents import MOST_BYTES
 from trainapp.state.held import MOST_COPIED_ITEMS
@@ -70,6 +70,23 @@ def _warn_of_other_draws(session: Session, context: UpdateContext) -> None:
                 "the check before the first step did not show",
                 topic=topic,
             )
+
+
+def batchnorms_of_micro_batches(session: Session) -> dict[str, nn.Module]:
+    """Return the BatchNorm layers that see a micro-batch in training, of the model and of the trained tasks, by their
+    full names: of an embedding loss those that its `embed` calls.
+    """
+    model = session.state.model
+    layers = {f"model.{path}": model.get_submodule(path) for path in batchnorms(model)}
+    trained_tasks = {id(unchecked(task)) for task in (session.engine.tasks.values() or [session.task])}
+    stateful = session.state.stateful
+    for root_name, task in stateful.tasks().items():
+        if id(task) not in trained_tasks:
+            continue
+        for path, layer in batchnorms_of_task(stateful, root_name).items():
+            if not has_embeddings(task) or path in session.engine.draw_record.batchnorms_of_embed:
+                layers[f"{root_name}.{path}"] = layer
+    return layers
 
 
 def known_dependence(session: Session) -> list[str]:
@@ -147,13 +164,21 @@ def _record_writes(session: Session, size: int, is_cut_here: bool) -> list[str]:
     written = session.snapshot.changes
 
     # BatchNorm's statistics have a message of their own, with a way out.
-    norms = set(batchnorms(session.state.model))
+    norms = batchnorms_of_micro_batches(session).keys()
     statistics = {name for name in written if _module_of(name) in norms}
-    if statistics:  # without any, the layers are in evaluation mode
+    layers_of_tasks = sorted({_module_of(name) for name in statistics if _root_of(name) != "model"})
+    if any(_root_of(name) == "model" for name in statistics):  # without any, the layers are in evaluation mode
         depends["batchnorm"] = (
             f"in training, BatchNorm normalises each micro-batch ({size}) by its own mean and variance, so outputs, "
             "gradients and running statistics depend on the size of the micro-batch; "
             f"{instead_of_batchnorm(session.config.model)} does not"
+        )
+    if layers_of_tasks:
+        depends["batchnorm of the task"] = (
+            f"in training, BatchNorm of the task ({listed(layers_of_tasks)}) normalises each micro-batch ({size}) by "
+            "its own mean and variance, so the loss, gradients and running statistics depend on the size of the "
+            "micro-batch; GroupNorm in its place does not, nor do layers that an embedding loss calls in "
+            "loss_of_embeddings"
         )
 
     # Any other state, except rows that belong to samples, and a task that sees the whole step.
@@ -260,8 +285,8 @@ def _bounded_embeddings(modules: Mapping[str, nn.Module]) -> set[str]:
 
 
 def _module_of(name: str) -> str:
-    """Return the path in the model of the module that a state such as `model.norm.running_mean` belongs to."""
-    return name.rpartition(".")[0].removeprefix("model.")
+    """Return the full name of the module that a state such as `model.norm.running_mean` belongs to."""
+    return name.rpartition(".")[0]
 
 
 def _kinds_first(names: Collection[str]) -> list[str]:

@@ -16,6 +16,7 @@ from trainapp.draws.record import DrawRecord, TopicKind
 from trainapp.errors import summary_of
 from trainapp.torch_private import has_accumulation_hooks
 from trainapp.trials.comparison import MAX_FP64_EPSILON
+from trainapp.trials.modes import Mode
 from trainapp.trials.obstacles import Obstacle, Reason
 from trainapp.trials.operations import Observer
 from trainapp.trials.parts import ModeCalls
@@ -37,18 +38,19 @@ class GradientFinding:
     def __str__(self) -> str:
         return f"its gradients do not add up (they differ by {self.deviation:.1e})"
 
-    def message(self, setting: str, number: int) -> str:
+    def message(self, mode: Mode, number: int) -> str:
         """Return the warning.
 
         Args:
-            setting: which names the task.
+            mode: the task, and how it was called.
             number: of samples.
         """
+        equal = "embeddings" if mode.compares_embeddings else "losses"
         return (
-            f"{setting}: the gradients of {number} samples are not the sum of those of their halves, though the losses "
-            f"are: they differ by {self.deviation:.1e} of their size. A backward uses the whole batch, such as that of "
-            "a torch.autograd.Function or a hook that normalises over it, or an adaptive solver whose tolerance is "
-            "over it; so the gradients depend on the micro-batch: compute them per sample, or declare "
+            f"{mode.task.setting}: the gradients of {number} samples are not the sum of those of their halves, though "
+            f"the {equal} are: they differ by {self.deviation:.1e} of their size. A backward uses the whole batch, "
+            "such as that of a torch.autograd.Function or a hook that normalises over it, or an adaptive solver whose "
+            "tolerance is over it; so the gradients depend on the micro-batch: compute them per sample, or declare "
             "`whole_batch = True` on the task: its batch is then never split. A hook on a parameter (register_hook, "
             "register_post_accumulate_grad_hook) that clips or scales runs once per micro-batch and rank: clip by "
             "train.grad_clip, or in the step of an optimizer of your own"

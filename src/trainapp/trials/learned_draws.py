@@ -9,19 +9,15 @@ and why.
 
 import functools
 import math
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from trainapp.data.batch import tensors_in
 from trainapp.draws.layout import DrawLayout, RandomDraw, interleaved_layouts, layouts_by_shape
 from trainapp.draws.random_operations import belong_to_samples
 from trainapp.draws.record import COLLATE, NUMBER_OF_DRAWS, DrawRecord, TopicKind, shown_name
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
-from trainapp.losses import contrastive
-from trainapp.losses.losses import Metrics, has_embeddings, needs_no_check, needs_whole_batch
+from trainapp.losses.losses import needs_no_check, needs_whole_batch
 from trainapp.memory.module_path import ModulePath
 from trainapp.parallel.ranks import Ranks
 from trainapp.trials.comparison import SplitValues
@@ -112,8 +108,7 @@ def _reason_to_skip(setup: TrialSetup, mode: Mode) -> str:
 
 def _learn_mode(setup: TrialSetup, samples: Samples, mode: Mode, draw_record: DrawRecord) -> str:
     """Add a mode's draws to the record. Return whose draws are whose, in words."""
-    compute = _weighted_sum_of_embeddings if has_embeddings(mode.task) else None
-    factories = functools.partial(precisions_to_try, setup, samples, mode.task, compute=compute)
+    factories = functools.partial(precisions_to_try, setup, samples, mode.task)
 
     # By the shapes of the draws. Rounding does not matter to them, so that no copies are needed.
     read = functools.partial(_read_shapes, mode=mode, draw_record=draw_record)
@@ -135,17 +130,6 @@ def _learn_mode(setup: TrialSetup, samples: Samples, mode: Mode, draw_record: Dr
     if _topic(mode) in draw_record.depends:
         text += ", but some perhaps to the wrong ones: with each sample's own draws the loss does not add up"
     return text
-
-
-def _weighted_sum_of_embeddings(task: Any, model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:
-    """Return what is compared in place of the loss: the sum of squares of normalised embeddings is constant."""
-    total = torch.zeros((), dtype=torch.float64)
-    for embeddings in tensors_in(contrastive.embed(task, model, batch)):
-        device = embeddings.device
-        weights = torch.arange(embeddings[0].numel(), dtype=torch.float64, device=device).cos()
-        embedding_by_sample = embeddings.double().reshape(len(embeddings), -1)
-        total = total.to(device) + (embedding_by_sample * weights).sum()
-    return total, 1, {}
 
 
 def _read_shapes(probe: TaskProbe, mode: Mode, draw_record: DrawRecord) -> tuple[list[Layouts], list[str]]:

@@ -12,6 +12,9 @@ What is called: the task of evaluations and those of the updates, each in the mo
 training. Without gradients, unless they are compared or the task itself needs some, as for a gradient penalty; with
 BatchNorm in evaluation mode. A call leaves no trace (`trials.probe`).
 
+Of an embedding loss, which sees the whole step, the embeddings of the samples are compared in its place: a row of them
+must not depend on the other samples, or the loss depends on how a step is split (`trials.probe.sum_over_embeddings`).
+
 What is compared: loss, count and metrics of the batch with those of its parts (`trials.parts`), to rounding
 (`trials.comparison`). Metrics as strictly as the loss, since an objective may be one. In training mode and in fp64 also
 the gradients (`trials.gradients`): those that do not add up, though the loss does, are named, not refused.
@@ -38,10 +41,10 @@ import torch
 
 from trainapp.draws.record import DrawRecord, TopicKind
 from trainapp.errors import UserError, summary_of
-from trainapp.losses.losses import has_embeddings, needs_no_check, needs_whole_batch
+from trainapp.losses.losses import needs_no_check, needs_whole_batch
 from trainapp.parallel.ranks import Ranks
 from trainapp.trials.gradients import GradientFinding, compare_gradients, note_accumulation_hooks
-from trainapp.trials.messages import AddsUp, DependsOnSplit, Finding, Refused, warning_instead_of_refusal
+from trainapp.trials.messages import AddsUp, DependsOnSplit, Finding, Refused, in_words, warning_instead_of_refusal
 from trainapp.trials.modes import NO_CHECK_NEEDED, Mode, TrialSetup, has_all_values
 from trainapp.trials.obstacles import Obstacle, Reason
 from trainapp.trials.parts import ModeCalls, TaskFindings, compare_with_parts, draws_alike
@@ -108,10 +111,12 @@ def require_sum(setup: TrialSetup, ranks: Ranks, draw_record: DrawRecord) -> dic
             texts[mode.check_name("loss")] = NO_CHECK_NEEDED
             continue
         reason = _reason_to_skip(setup, mode)
+        if mode.compares_embeddings:
+            texts[mode.check_name("loss")] = _not_compared(Obstacle(reason or Reason.EMBEDDINGS))
         if reason is None:
             compared_modes.append(mode)
         else:
-            texts[mode.check_name("loss")] = _not_compared(Obstacle(reason))
+            texts[_check_name(mode)] = _not_compared(Obstacle(reason))
 
     # Every rank has its own outcome: one may have run out of memory here. A problem of any of them ends all.
     warnings: list[str] = []
@@ -123,12 +128,12 @@ def require_sum(setup: TrialSetup, ranks: Ranks, draw_record: DrawRecord) -> dic
         if setup.continues:
             of_loss = [_noted_refusal(outcome, mode) for outcome in of_loss]
             of_padding = [_noted_refusal(outcome, mode) for outcome in of_padding]
-        texts[mode.check_name("loss")] = _merged_text(of_loss, mode, draw_record)
+        texts[_check_name(mode)] = _merged_text(of_loss, mode, draw_record)
         warnings.extend(outcome.divided_metrics for outcome in outcomes if outcome.divided_metrics)
         if mode.training and not all(outcome.has_compared_gradients for outcome in outcomes):
             uncompared_gradients.append(mode)
         if of_padding:
-            texts[mode.check_name("padding")] = _merged_text(of_padding, mode, draw_record)
+            texts[_check_name(mode, padded=True)] = _merged_text(of_padding, mode, draw_record)
 
     if uncompared_gradients:
         note_accumulation_hooks(setup.model, draw_record)
@@ -147,12 +152,17 @@ def compares_any(setup: TrialSetup) -> bool:
     return False
 
 
+def _check_name(mode: Mode, padded: bool = False) -> str:
+    """Return the name in the recipe of what a mode compares."""
+    if mode.compares_embeddings:
+        return mode.check_name("padded_embeddings" if padded else "embeddings")
+    return mode.check_name("padding" if padded else "loss")
+
+
 def _reason_to_skip(setup: TrialSetup, mode: Mode) -> Reason | None:
     """Return why a mode is not compared, the same on all ranks; None if it is."""
     if not setup.settings.check_loss:
         return Reason.SWITCHED_OFF
-    if has_embeddings(mode.task):
-        return Reason.EMBEDDINGS
     if needs_whole_batch(mode.task):
         return Reason.WHOLE_BATCH
     if setup.resumes and setup.samples.is_of_stream:
@@ -229,23 +239,24 @@ def _outcome(finding: Finding, precision: str, mode: Mode) -> Outcome:
         case Obstacle():
             return Outcome(_not_compared(finding))
         case DependsOnSplit():
-            return Outcome(f"{finding}, in {precision}", dependence={TopicKind.PADDING: finding.message})
+            text = f"{in_words(finding, mode)}, in {precision}"
+            return Outcome(text, dependence={TopicKind.PADDING: finding.message})
         case _:
-            return _with_inexactness(Outcome(f"{finding}, in {precision}"), finding, mode)
+            return _with_inexactness(Outcome(f"{in_words(finding, mode)}, in {precision}"), finding, mode)
 
 
 def _with_inexactness(outcome: Outcome, finding: Finding, mode: Mode) -> Outcome:
     """Return the outcome with what is said of a loss that adds up less exactly than rounding explains."""
     if not isinstance(finding, AddsUp) or finding.inexactness is None or finding.inexactness.is_rounding:
         return outcome
-    return outcome.depending(TopicKind.SUM, finding.inexactness.message(mode.task.setting, finding.number))
+    return outcome.depending(TopicKind.SUM, finding.inexactness.message(mode, finding.number))
 
 
 def _with_gradients(outcome: Outcome, finding: GradientFinding | Obstacle, mode: Mode, number: int) -> Outcome:
     """Return the outcome of a loss that adds up with what was found about its gradients."""
     if isinstance(finding, Obstacle):
         return outcome.followed_by(f"; its gradients are {_not_compared(finding)}")
-    message = finding.message(mode.task.setting, number)
+    message = finding.message(mode, number)
     return outcome.followed_by(f"; {finding}").depending(TopicKind.GRADIENTS, message)
 
 
@@ -274,7 +285,7 @@ def _with_noise(outcome: Outcome, plain: Finding, noisy: Finding, mode: Mode) ->
             outcome = outcome.depending(TopicKind.PADDING, f"{noisy.message}. Seen with noise on the parameters")
         case _:
             outcome = _with_inexactness(outcome, noisy, mode)
-    return outcome.followed_by(f"; with noise: {noisy}")
+    return outcome.followed_by(f"; with noise: {in_words(noisy, mode)}")
 
 
 def _not_compared(obstacle: Obstacle) -> str:
@@ -311,6 +322,6 @@ def _noted_refusal(outcome: Outcome, mode: Mode) -> Outcome:
 
 def _if_draws_are_alike(text: str) -> str:
     """Return what adds up with its condition. With each sample's own draws it does not: so says the check of draws."""
-    if not text.startswith("adds up "):
+    if not text.startswith(("adds up ", "are the same ")):
         return text
     return text.replace(" samples", " samples that all draw the same", 1)

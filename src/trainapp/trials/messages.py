@@ -28,15 +28,16 @@ class Inexactness:
             reason = f"a part computes in less than fp64, whose rounding may hide that {reason}"
         return f"to {self.deviation:.0e} only ({reason})"
 
-    def message(self, setting: str, number: int) -> str:
+    def message(self, mode: Mode, number: int) -> str:
         """Return what depends on the micro-batch, for the record.
 
         Args:
-            setting: which names the task.
+            mode: the task, and how it was called.
             number: of samples.
         """
         return (
-            f"{setting}: the loss of {number} samples is that of their halves to {self.deviation:.0e} only, in fp64: "
+            f"{mode.task.setting}: {_subject(mode)} of {number} samples is that of their halves to "
+            f"{self.deviation:.0e} only, in fp64: "
             "what a sample gets depends a little on the others in its micro-batch, as with an adaptive solver whose "
             "tolerance is over the batch; one with fixed steps is exact"
         )
@@ -55,9 +56,18 @@ class AddsUp:
     inexactness: Inexactness | None = None
 
     def __str__(self) -> str:
-        collated = " collated in halves" if self.are_collated_apart else ""
         also_compared = "do count and metrics" if self.has_metrics else "does its count"
-        text = f"adds up over {self.number} samples{collated}, as {also_compared}"
+        return self._with_details(f"adds up over {self.number} samples{self._collated}, as {also_compared}")
+
+    def of_embeddings(self) -> str:
+        """Return what continues "the embeddings"."""
+        return self._with_details(f"are the same for {self.number} samples{self._collated} as for parts of them")
+
+    @property
+    def _collated(self) -> str:
+        return " collated in halves" if self.are_collated_apart else ""
+
+    def _with_details(self, text: str) -> str:
         if self.inexactness is not None:
             text += f", {self.inexactness}"
         if self.metrics_error:
@@ -94,6 +104,10 @@ class DependsOnSplit:
         in_halves = first + second
         return f"does not add up: the {name} is {whole:.6g} for {self.number} samples, {in_halves:.6g} in halves"
 
+    def of_embeddings(self) -> str:
+        """Return what continues "the embeddings"."""
+        return f"are not the same for {self.number} samples as in halves ({_deviation_text(self.difference.values)})"
+
 
 # --- what refuses the task
 
@@ -108,6 +122,15 @@ class Refused:
 Finding = AddsUp | IsNoMean | DependsOnSplit | Refused | Obstacle  # what a comparison says of a task
 
 
+def in_words(finding: AddsUp | IsNoMean | DependsOnSplit, mode: Mode) -> str:
+    """Return what was compared, in words that continue "the loss", or "the embeddings" of an embedding loss."""
+    if not mode.compares_embeddings:
+        return str(finding)
+    if isinstance(finding, IsNoMean):  # which says nothing about embeddings
+        return f"not compared: {finding.obstacle}"
+    return finding.of_embeddings()
+
+
 def refusal(defect: Defect, comparison: Comparison, mode: Mode) -> str:
     """Return the message about a task whose results are no sums over samples.
 
@@ -117,6 +140,8 @@ def refusal(defect: Defect, comparison: Comparison, mode: Mode) -> str:
         mode: the task, and how it was called.
     """
     setting = mode.task.setting
+    if mode.compares_embeddings:
+        return _refusal_of_embeddings(comparison, mode)
     numbers = _loss_numbers(comparison)
     match defect.kind:
         case DefectKind.MEAN:
@@ -155,6 +180,27 @@ def _hint_about_gradients(comparison: Comparison) -> str:
         "The task computes gradients itself (torch.autograd.grad or backward()): those of a batch's loss, as for SAM, "
         "an attack or a penalty, are no sum over samples if they are divided by the count or by a norm over the batch. "
     )
+
+
+def _refusal_of_embeddings(comparison: Comparison, mode: Mode) -> str:
+    return (
+        f"{mode.task.setting}: its embed mixes samples{_mode_text(mode)}: the embeddings of {comparison.number} "
+        f"samples are not those of {comparison.parts} ({_deviation_text(comparison.losses)}), but a row of an "
+        "embedding must not depend on the other samples. They are embedded in micro-batches: the loss would depend on "
+        "the micro-batch, and so on free memory, on the number of ranks and on batch.eval_micro_size. Normalise over "
+        "the batch in loss_of_embeddings, which sees all samples of the step, not in embed or the model's forward; "
+        "let BatchNorm use running statistics in evaluation mode (track_running_stats=True); or replace embed by a "
+        "loss with `whole_batch = True`, whose batch is never split (docs/extending.md). "
+        f"{_hint_about_solvers(comparison)}{_IF_MEANT}"
+    )
+
+
+def _deviation_text(values: SplitValues) -> str:
+    return f"a sum over them differs by {abs(values.excess) / (values.size or 1.0):.1e}"
+
+
+def _subject(mode: Mode) -> str:
+    return "a sum over the embeddings" if mode.compares_embeddings else "the loss"
 
 
 def _hint_about_solvers(comparison: Comparison) -> str:
@@ -201,6 +247,14 @@ def refusal_of_padded_count(counts: SplitValues, samples: Samples, mode: Mode) -
 def warning_of_difference(difference: Difference, samples: Samples, mode: Mode) -> str:
     """Return the message about results that depend on which samples are collated together."""
     cause = "the padding" if samples.as_trained.is_padded else "which samples are collated together"
+    if mode.compares_embeddings:
+        return (
+            f"{mode.task.setting}: the embeddings depend on {cause}{_mode_text(mode)}: of {samples.number} samples "
+            f"together they are not those of their halves ({_deviation_text(difference.values)}). So the result "
+            "depends on the micro-batch, and that of an evaluation on batch.eval_micro_size: pass the model a mask, "
+            "and leave padded positions out of what embed averages. If the model sees padding by design, such as "
+            "convolutions over it, compare only runs with the same batch.micro_size and batch.eval_micro_size"
+        )
     return (
         f"{mode.task.setting}: the {difference.name} depends on {cause}{_mode_text(mode)}: "
         f"{_split_numbers(difference.values, samples)}. So the result depends on the micro-batch, and that of an "

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainapp.config.schema import Train
 from trainapp.draws.record import EVALUATION
-from trainapp.losses.losses import CheckedTask
+from trainapp.losses.losses import CheckedTask, has_embeddings
 from trainapp.torch_private import has_values
 from trainapp.training.engine import training_draws
 from trainapp.trials.samples import FirstSamples
@@ -35,8 +35,15 @@ class Mode(NamedTuple):
         """Whether a run calls the task with gradients."""
         return self.work != EVALUATION
 
+    @property
+    def compares_embeddings(self) -> bool:
+        """Whether what is compared are the embeddings of an embedding loss: see `trials.probe`."""
+        return has_embeddings(self.task)
+
     def check_name(self, subject: str) -> str:
-        """Return the name in the recipe of a check of its "loss", "padding" or "draws"."""
+        """Return the name in the recipe of a check of its "loss", "padding", "embeddings", "padded_embeddings" or
+        "draws".
+        """
         name = subject
         if self.update:
             name += f" of update {self.update}"

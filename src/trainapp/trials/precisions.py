@@ -23,7 +23,7 @@ from trainapp.state.stateful import Stateful, held_tensors
 from trainapp.torch_private import copy_gradient_hooks
 from trainapp.training.dependence import iterators_text
 from trainapp.trials.modes import TrialSetup
-from trainapp.trials.probe import Compute, ProbeInputs, TaskProbe, is_small, lacks_gradients
+from trainapp.trials.probe import ProbeInputs, TaskProbe, is_small, lacks_gradients
 from trainapp.trials.samples import Samples
 from trainapp.units import listed
 
@@ -44,7 +44,6 @@ def precisions_to_try(
     samples: Samples,
     task: CheckedTask,
     noise: float | None = 0.0,
-    compute: Compute | None = None,
 ) -> list[ProbeFactory]:
     """Return how a task may be called, the most precise way first.
 
@@ -53,10 +52,9 @@ def precisions_to_try(
         samples: the first ones.
         task: the task.
         noise: in small models' copies in fp64, see `probe_in_fp64`; None: no copies.
-        compute: see `ProbeInputs`.
     """
     seed = setup.settings.seed
-    inputs = ProbeInputs(task, setup.model, samples, setup.device, seed, setup.metric_names, compute)
+    inputs = ProbeInputs(task, setup.model, samples, setup.device, seed, setup.metric_names)
     return probe_factories(inputs, setup.autocast, noise)
 
 
@@ -100,12 +98,14 @@ class ProbeResult(Generic[T]):
     failures: dict[str, str]  # why there is none in a higher precision, by precision
     written_globals: Collection[str]  # names of the global variables that the calls have written
     advanced_iterators: Collection[str]  # names of the iterators from which the calls have taken items
+    batchnorms_of_embed: Collection[str]  # see `DrawRecord`
 
 
 def note_traces(result: ProbeResult[Any], draw_record: DrawRecord) -> None:
-    """Record which global variables the calls have written, and which iterators they have advanced: what
-    `training.dependence` says before the first step.
+    """Record which global variables the calls have written, which iterators they have advanced, and which BatchNorm
+    layers of an embedding loss see a micro-batch: what `training.dependence` says.
     """
+    draw_record.batchnorms_of_embed.update(result.batchnorms_of_embed)
     if result.advanced_iterators:
         draw_record.depends[ITERATORS] = iterators_text(result.advanced_iterators)
     if result.written_globals:
@@ -141,7 +141,9 @@ def first_working_result(
         lost = probe.snapshot.lost
         if lost:
             log.warning("a trial call of the task has changed %s in place; frozen, it had no copy", listed(lost))
-        return ProbeResult(value, precision, failures, probe.written_globals, probe.advanced_iterators)
+        return ProbeResult(
+            value, precision, failures, probe.written_globals, probe.advanced_iterators, probe.batchnorms_of_embed
+        )
     raise ValueError("no way to call the task")
 
 

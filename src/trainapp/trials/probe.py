@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from trainapp.data.batch import map_tensors
+from trainapp.data.batch import map_tensors, tensors_in
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.errors import summary_of
-from trainapp.losses.losses import CheckedTask, evaluate_metrics
-from trainapp.models.inspect import evaluation_mode
+from trainapp.losses import contrastive
+from trainapp.losses.losses import CheckedTask, Metrics, evaluate_metrics, has_embeddings
+from trainapp.models.inspect import batchnorms_of_task, evaluation_mode
 from trainapp.rng import preserved_rng, seed_from
 from trainapp.state.contents import Contents
 from trainapp.state.snapshot import Snapshot
@@ -30,8 +32,6 @@ from trainapp.state.stateful import Owner, Stateful, held_tensors
 from trainapp.torch_private import BatchNorm, strided_parts
 from trainapp.trials.operations import Observer, RandomRounding
 from trainapp.trials.samples import Samples, TrialBatch
-
-Compute = Callable[..., tuple[Tensor, Any, Mapping[str, Any]]]  # of (task, model, batch on the device)
 
 # Bytes of model and task up to which they are copied whole: 16 million numbers in fp32, twice as many bytes in fp64.
 MAX_COPIED_BYTES = 64 * 2**20
@@ -58,14 +58,13 @@ class ProbeInputs:
     device: torch.device  # to which model, task and batches are moved
     seed: int  # of each call
     stateful_metrics: Collection[str] = ()  # names of metrics that are not numbers
-    compute: Compute | None = None  # the results to compare; None calls the task
     # Names of the parameters that forwards are known to write, once training has shown them. Before, in a small model,
     # any parameter may be: None.
     written: Sequence[str] | None = None
 
 
 class TaskProbe:
-    """Calls of a task with one of the samples' batches.
+    """Calls of a task with one of the samples' batches. Of an embedding loss, those of its `embed`.
 
     Args:
         inputs: the task and what it is called with.
@@ -73,7 +72,7 @@ class TaskProbe:
         dtype: of floating-point tensors in batches; None: as they are.
 
     Attributes: `snapshot`, whose `lost` are parameters that a call has written for good; `with_gradients`, whether
-    calls record a graph, False at first: without one they take less memory.
+    calls record a graph, False at first: without one they take less memory; `batchnorms_of_embed`, see `DrawRecord`.
     """
 
     def __init__(
@@ -90,8 +89,8 @@ class TaskProbe:
         self.dtype = dtype
         self.with_gradients = False
         self._compute: Callable[..., Any] = functools.partial(task, model)
-        if inputs.compute is not None:
-            self._compute = functools.partial(inputs.compute, task, model)
+        if has_embeddings(task):
+            self._compute = functools.partial(sum_over_embeddings, task, model)
         self._call_context = call_context
         self._stateful_metrics = inputs.stateful_metrics
         self._model_and_task = [model, task.unchecked]
@@ -104,6 +103,12 @@ class TaskProbe:
             self._batchnorms.extend(module for module in root.modules() if isinstance(module, BatchNorm))
         for root in self._roots:
             root.to(self.device)
+
+        # Of an embedding loss: which of its own BatchNorm layers `embed` calls.
+        self.batchnorms_of_embed: set[str] = set()
+        self._batchnorms_of_task: dict[nn.Module, str] = {}
+        if has_embeddings(task):
+            self._batchnorms_of_task = {layer: name for name, layer in batchnorms_of_task(stateful, "task").items()}
 
         # The state with which every call starts. Of a large model, most of the memory may be frozen.
         self._generators = [owner for owner in stateful.owners.values() if owner.kind == "generator"]
@@ -147,7 +152,7 @@ class TaskProbe:
                 seed_from(self.device, self.seed)
                 states_before = self._generator_states()
                 with draws_context:
-                    with recording, operations_context:
+                    with recording, operations_context, self._noted_batchnorms():
                         loss, count, metrics = self._compute(batch_on_device)
                         if backward is not None:
                             backward(loss)
@@ -182,6 +187,23 @@ class TaskProbe:
         """Return what the call has changed. Not the modes of modules, which are the probe's."""
         return [name for name in self.snapshot.changed() if not name.endswith(".training")]
 
+    @contextlib.contextmanager
+    def _noted_batchnorms(self) -> Iterator[None]:
+        """Note in the block which BatchNorm layers of an embedding loss are called."""
+        if not self._batchnorms_of_task:
+            yield
+            return
+
+        def note(module: nn.Module, _arguments: Any) -> None:
+            if module in self._batchnorms_of_task:
+                self.batchnorms_of_embed.add(self._batchnorms_of_task[module])
+
+        handle = register_module_forward_pre_hook(note)  # of all modules: one of the layers' own would be their state
+        try:
+            yield
+        finally:
+            handle.remove()
+
     def _copy_to_device(self, tensor: Tensor) -> Tensor:
         dtype = self.dtype if tensor.is_floating_point() else None
         return tensor.to(self.device, dtype, copy=True)
@@ -208,6 +230,28 @@ class TaskProbe:
             return sums, ""
         except Exception as error:
             return {}, summary_of(error)
+
+
+def sum_over_embeddings(task: Any, model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:
+    """Return what is compared in place of an embedding loss: a sum of one number per row of the embeddings, and the
+    number of rows. It is that of a batch's parts only if a row does not depend on the other samples.
+
+    No number per row is linear in it, since rows that are normalised over the batch have a constant sum; nor its
+    square, as such rows have a constant variance, and those of length 1 a constant square.
+    """
+    embeddings = tensors_in(contrastive.embed(task, model, batch))
+    total: Tensor | None = None
+    for embedding in embeddings:
+        if embedding.is_complex():
+            embedding = torch.view_as_real(embedding.resolve_conj())
+        wide = torch.float32 if embedding.device.type == "mps" else torch.float64
+        rows = embedding.to(wide).reshape(len(embedding), -1)
+        weights = torch.arange(rows.shape[1], dtype=wide, device=rows.device).cos()
+        # As a logarithm of large numbers, so that a change of small ones beside them shows, and without one of 0.
+        numbers = torch.asinh(rows + 1) @ weights
+        total = numbers.sum() if total is None else total.to(numbers.device) + numbers.sum()
+    assert total is not None  # `contrastive.embed` refuses results without tensors
+    return total, len(embeddings[0]), {}
 
 
 def generator_states(generators: Iterable[Owner] = ()) -> bytes:
