@@ -290,3 +290,19 @@ def not_in_a_backward(vocab_size: int, **settings: Any) -> nn.Module:
 def _refuse_in_a_backward(part: nn.Module, inputs: Any) -> None:
     if torch._C._current_graph_task_id() != -1:
         raise RuntimeError("this block keeps its own state: it cannot run twice")
+
+
+_GENERATOR = torch.Generator()
+
+
+def with_its_own_generator(vocab_size: int, **settings: Any) -> nn.Module:
+    """A GPT whose blocks draw masks from a generator of this module."""
+    _GENERATOR.manual_seed(0)
+    model = GPT(vocab_size, **settings)
+    for block in model.blocks():
+        block.mlp.register_forward_hook(_masked)
+    return model
+
+
+def _masked(part: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output * torch.bernoulli(torch.full_like(output, 0.5), generator=_GENERATOR)

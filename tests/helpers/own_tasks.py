@@ -495,3 +495,16 @@ def calls_backward(model, batch):
     model(inputs).sum().backward()
     logits = model(inputs)
     return F.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits), {}
+
+
+class FailsAfterAClimb:
+    """A loss of tokens with a mistake that shows where blocks are checkpointed, that is, in a second session."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        from trainapp.losses.losses import next_token
+
+        loss = next_token(model, batch)
+        is_checkpointed = any("forward" in vars(block) for block in model.blocks())
+        if model.training and is_checkpointed and torch.is_grad_enabled():
+            raise IndexError("a mistake of the user")
+        return loss

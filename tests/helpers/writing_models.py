@@ -124,6 +124,15 @@ class AnnealsInTraining(Anneals):
     only_in_training = True
 
 
+class Generating(Base):
+    """Its evaluations leave it in training mode, as the end of a `generate` that begins with `self.eval()`."""
+
+    def change(self, inputs: Tensor) -> Tensor:
+        drawn = F.dropout(inputs, 0.5, self.training).sum() * 0
+        self.train()
+        return 1 + drawn
+
+
 class Normalises(Base):
     """A constant that is set once, by the first micro-batch, as in contrastive memories: with a graph."""
 

@@ -150,10 +150,36 @@ def test_modes_that_fit_only_with_the_loss_in_chunks_turn_it_on(tmp_path, caplog
         runs.prepare(tmp_path / "refused", *runs.STEPS_ONLY, *overrides, "oom.techniques=none")
 
 
+OWN_GENERATOR = (*GPT, "model._target_=own_models.with_its_own_generator", "user_packages=[own_models]")
+
+
+def test_nothing_is_recomputed_that_draws_from_a_generator_of_its_own(tmp_path):
+    """The recomputation would draw other numbers, and the gradients be wrong without a message."""
+    limit = limit_between(tmp_path, OWN_GENERATOR, fits=(SELECTIVE,), fails=())
+    with pytest.raises(TrainingStopped, match="nothing is left to halve"):
+        Recorded(tiny(tmp_path / "run", *OWN_GENERATOR, changes={"memory.limit": limit}))
+
+
+def test_an_error_of_the_loss_in_the_first_step_is_the_users(tmp_path):
+    limit = limit_between(tmp_path, GPT, fits=(SELECTIVE,), fails=())
+    own = ("task=own_tasks.FailsAfterAClimb", "user_packages=[own_tasks]")
+    with pytest.raises(IndexError, match="a mistake of the user"):
+        Recorded(tiny(tmp_path / "run", *GPT, *own, changes={"memory.limit": limit}))
+
+
+def test_what_the_command_line_sets_on_a_resume_is_not_in_the_record(tmp_path):
+    limit = limit_between(tmp_path, GPT, fits=(SELECTIVE,), fails=())
+    for settings in (("train.max_steps=2",), (FULL, "train.max_steps=4")):
+        overrides = (*runs.TINY, *GPT, "schedule=constant", f"memory.limit={limit}", *settings)
+        recorded = Recorded(runs.configure(tmp_path / "run", *overrides))
+    assert recorded.run.turned_on.by_attempt == {1: (SELECTIVE,), 3: ()}
+    assert recorded.run.config.activation_checkpointing.mode == "full"
+
+
 def test_the_record_by_attempt_has_each_change_once():
     turned_on = TurnedOn((SELECTIVE,)).recorded(3).recorded(7)
     assert turned_on.by_attempt == {3: (SELECTIVE,)}
     assert TurnedOn((FULL,), turned_on.by_attempt).recorded(9).by_attempt == {3: (SELECTIVE,), 9: (FULL,)}
     assert TurnedOn((FULL,), turned_on.by_attempt).recorded(2).by_attempt == {2: (FULL,)}
-    assert TurnedOn().recorded(1).facts() == {}
+    assert TurnedOn().recorded(1).checkpoint_entry() == {}
     assert TurnedOn.of_state_dict(json.loads(json.dumps(turned_on.state_dict()))) == turned_on

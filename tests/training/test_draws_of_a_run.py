@@ -272,6 +272,14 @@ def test_what_evaluations_write_is_named(tmp_path, model, is_named):
     assert any(text.startswith(start) for text in result.depends_on_micro_batch) == is_named
 
 
+def test_draws_that_an_evaluation_begins_with_later_are_named_with_it(tmp_path):
+    """The trial's first forward draws nothing, so that nothing is known of them."""
+    settings = (*runs.own_model("writing_models.Generating"), "data=digits", "user_packages=[writing_models]")
+    result = runs.run(tmp_path, *settings, "train.max_steps=2", "every.eval=1", "batch.eval_micro_size=50")
+    start = "bernoulli_ of [50, 64] in evaluation: none of its dimensions is known to be that of the samples"
+    assert any(text.startswith(start) for text in result.depends_on_micro_batch)
+
+
 @pytest.mark.parametrize(
     ("model", "named"),
     [("RemembersInEvaluation", "queue.features"), ("RemembersATensor", "queue.latest"), ("LeavesAResult", "")],

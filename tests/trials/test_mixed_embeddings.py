@@ -158,6 +158,15 @@ class Sequences(torch.utils.data.Dataset):
         return {"inputs": pad_sequence(samples, batch_first=True), "lengths": lengths}
 
 
+class MaskedSequences(Sequences):
+    """Masked at random, for each batch anew."""
+
+    @staticmethod
+    def collate(samples):
+        batch = Sequences.collate(samples)
+        return {**batch, "inputs": batch["inputs"] * (torch.rand(batch["inputs"].shape) > 0.1)}
+
+
 class OfSequences(EmbeddingTask):
     """The mean over real positions."""
 
@@ -243,6 +252,13 @@ def test_embeddings_that_depend_on_the_padding_are_named(tmp_path, caplog, name,
     result = runs.run(tmp_path / "run", *runs.STEPS_ONLY, *settings)
     text = f"task=test_mixed_embeddings.{name}: the embeddings depend on the padding"
     assert any(reason.startswith(text) for reason in result.depends_on_micro_batch) == depends
+
+
+def test_what_says_nothing_about_embeddings_is_told(tmp_path):
+    data = ("data._target_=test_mixed_embeddings.MaskedSequences", "~data.augment", "data.num_workers=0")
+    settings = (*runs.own_model("test_mixed_embeddings.linear"), HERE, *data, task("OfSequences"), "objective=min loss")
+    reason = "the data's `collate` draws random numbers"
+    assert checks_of(tmp_path, *settings)["embeddings"].startswith(f"not compared: {reason}")
 
 
 # --- BatchNorm of a task

@@ -129,7 +129,8 @@ def test_what_adds_up_to_less_than_fp64s_rounding_says_so():
         r"adds up over 4 samples, as does its count, to \de-\d\d only \(what a sample gets depends a", str(finding)
     )
     assert not finding.inexactness.is_rounding
-    assert "to 4e-09 only, in fp64: what a sample" in Inexactness(4e-9, False).message("task=mine", 4)
+    mode = Mode(CheckedTask(own_tasks.total, "task=mine"), EVALUATION, False)
+    assert "to 4e-09 only, in fp64: what a sample" in Inexactness(4e-9, False).message(mode, 4)
     for tolerance in (1e-8, 1e-4):  # the rounding of its scalars explains none of it
         finding = findings_of(functools.partial(with_control_in_fp32, tolerance), samples).loss
         assert not finding.inexactness.is_rounding

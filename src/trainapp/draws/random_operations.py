@@ -19,7 +19,7 @@ from trainapp.draws import counter_based, fused
 from trainapp.draws.counter_based import BLOCK
 from trainapp.draws.filling import Distribution, fill_by_sample
 from trainapp.draws.layout import DrawLayout, RandomDraw
-from trainapp.draws.record import EVALUATION, TopicKind, shown_name
+from trainapp.draws.record import EVALUATION, OWN_GENERATOR, TopicKind, shown_name
 from trainapp.draws.sample_draws import SampleDraws
 from trainapp.draws.splitmix64 import hashed, signed
 from trainapp.torch_private import draws_numbers
@@ -111,7 +111,7 @@ def _replacement(name: str, original: Any) -> Callable[..., Any]:
         if sample_draws is None or not sample_draws.covers_thread():
             return original.call_boxed(keyset, *args, **kwargs)
         if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
-            sample_draws.draw_record.note("own generator", "the forward draws from a generator of its own")
+            sample_draws.draw_record.note(OWN_GENERATOR, "the forward draws from a generator of its own")
             return original.call_boxed(keyset, *args, **kwargs)
 
         torch_kernel = functools.partial(original.call_boxed, keyset)

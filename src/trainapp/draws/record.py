@@ -12,6 +12,7 @@ from trainapp.draws.layout import DrawLayout, RandomDraw
 from trainapp.torch_private import outside_dispatch_modes
 
 NUMBER_OF_DRAWS = "number of draws"  # the topic of a forward that draws a varying number of times
+OWN_GENERATOR = "own generator"  # the topic of a forward that draws from a generator which the program does not seed
 COLLATE = "draws of collate"  # the topic of data whose `collate` draws
 EVALUATION = "evaluation"  # the work of an evaluation's forwards
 PREDICTION = "prediction"  # that of `mode=predict`: the same forwards, unless the task predicts by itself

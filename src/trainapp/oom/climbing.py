@@ -3,19 +3,20 @@
 import dataclasses
 from typing import Any
 
+from trainapp.draws.record import OWN_GENERATOR
 from trainapp.memory.live_tensors import Category
 from trainapp.oom.failure import Failure, Recovery
 from trainapp.oom.messages import final_message, shortage_of
 from trainapp.oom.report import sizes_of_phase
 from trainapp.parallel.ranks import Ranks
 from trainapp.techniques.catalogue import Situation
-from trainapp.techniques.ladder import Climb, next_techniques
+from trainapp.techniques.ladder import Climb, next_techniques, recomputing
 from trainapp.techniques.savings import Shortage
 from trainapp.training.session import Session
 
 
-def climb(session: Session, failure: Failure, change: Recovery, ranks: Ranks) -> Climb | None:
-    """Choose the technique to turn on after an error that no size avoids. None if none may be, or none can help.
+def choose_climb(session: Session, failure: Failure, change: Recovery, ranks: Ranks) -> Climb | None:
+    """Choose the technique to turn on after an error that no size avoids. Return None if no technique may or can help.
     Collective: `ranks`.
 
     Args:
@@ -50,9 +51,12 @@ def _common_candidates(session: Session, failure: Failure, size: int, ranks: Ran
     candidates_here = None
     if not failure.by_peer:
         situation = Situation(session.config, session.state.model, session.engine.knows_loss)
-        shortage = _with_what_is_not_counted(shortage_of(session, failure, size), failure)
+        shortage = _with_uncounted_activations(shortage_of(session, failure, size), failure)
         turned_on = session.turned_on
-        candidates_here = next_techniques(situation, shortage, (*turned_on.tried, *turned_on.refused))
+        excluded = [*turned_on.tried, *turned_on.refused]
+        if OWN_GENERATOR in session.engine.draw_record.depends:  # it would draw other numbers in a recomputation
+            excluded += recomputing()
+        candidates_here = next_techniques(situation, shortage, excluded)
 
     by_rank = [candidates for candidates in ranks.all_gather_object(candidates_here) if candidates is not None]
     common = []
@@ -62,7 +66,7 @@ def _common_candidates(session: Session, failure: Failure, size: int, ranks: Ran
     return tuple(common)
 
 
-def _with_what_is_not_counted(shortage: Shortage, failure: Failure) -> Shortage:
+def _with_uncounted_activations(shortage: Shortage, failure: Failure) -> Shortage:
     """Return what filled memory, with activations where they were not counted: on the CPU with a validated size."""
     if not failure.phase.depends_on_size or shortage.of(Category.ACTIVATIONS):
         return shortage

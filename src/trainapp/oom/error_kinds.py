@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainapp.data.loader import Fetcher
-from trainapp.errors import TrainingStopped, UserError, add_note
+from trainapp.errors import NotFinite, OutOfMemory, UserError, add_note
 from trainapp.losses.losses import CheckedTask
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.models.inspect import batchnorms
@@ -103,12 +103,16 @@ def _rejects_larger_size(session: Session, error: Exception) -> bool:
 
 def _refuses_technique(session: Session, error: Exception) -> bool:
     """Return whether this error may come from the technique that was turned on last: no step was made with it yet, and
-    a forward, a loss or a backward has failed.
+    a forward or a backward has failed, or a loss that it changes.
     """
-    is_untried = session.recovery.climb is not None and not session.meter.samples
-    is_of_computation = session.engine.phase in (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD)
-    is_of_user = isinstance(error, (*MODEL_ERRORS, UserError)) and not isinstance(error, TrainingStopped)
-    return is_untried and is_of_computation and is_of_user and _device_works(session)
+    climb = session.recovery.climb
+    if climb is None or session.meter.samples:
+        return False
+    phase = session.engine.reported_phase
+    is_of_loss_alone = phase is Phase.FORWARD and climb.recomputes and not _passed_through(error, (nn.Module,))
+    is_of_computation = phase in (Phase.FORWARD, Phase.BACKWARD) or phase.updates_in_backward
+    is_of_user = isinstance(error, (*MODEL_ERRORS, UserError)) and not isinstance(error, (OutOfMemory, NotFinite))
+    return is_of_computation and not is_of_loss_alone and is_of_user and _device_works(session)
 
 
 def _advise_on_evaluation(session: Session, error: Exception) -> None:

@@ -20,7 +20,7 @@ from trainapp.errors import MustRestart, OutOfMemory, TrainingStopped
 from trainapp.files import OOM_REPORTS
 from trainapp.memory.detection import is_out_of_memory
 from trainapp.memory.picture import Picture
-from trainapp.oom.climbing import climb, first_sizes
+from trainapp.oom.climbing import choose_climb, first_sizes
 from trainapp.oom.decision import Decision, RecoveryKind
 from trainapp.oom.failure import NO_RECOVERY, Failure, Recovery
 from trainapp.oom.messages import one_line
@@ -197,6 +197,8 @@ def report(session: Session, failure: Failure) -> None:
     if failure.by_peer:
         failed_ranks = listed(map(str, failure.failed_ranks))
         reason = "ran out of memory" if failure.is_out_of_memory else "cannot run this number of samples"
+        if failure.kind is ErrorKind.TECHNIQUE_REFUSED:
+            reason = "cannot be trained with the technique that was turned on"
         log.warning("rank %s %s at step %d: %s", failed_ranks, reason, failure.step, failure.recovery.action)
         return
     if session.ranks.world_size > 1:
@@ -273,24 +275,24 @@ def _for_new_processes(
     change = sizes.record_failure(SingleRank(), failure=attempt_failure)
     if change is not None:
         failure.recovery = Recovery(change.old, change.new, fewest_samples=change.fewest_samples)
-        restart = session.sizes.after_failure(sizes) | session.turned_on.facts()
+        restart = session.sizes.after_failure(sizes) | session.turned_on.checkpoint_entry()
         return restart, _restart_size(failure, change)
 
-    further = climb(session, failure, Recovery(sizes.current_size), SingleRank())
-    if further is None:
+    climb = choose_climb(session, failure, Recovery(sizes.current_size), SingleRank())
+    if climb is None:
         _stop(session, failure, decision.reason, is_one_process)
-    failure.recovery = Recovery(sizes.current_size, further.first_size)
-    restart = first_sizes(session, failure, further) | {CLIMB: further.state_dict()}
-    return restart, further.text
+    failure.recovery = Recovery(sizes.current_size, climb.first_size)
+    restart = first_sizes(session, failure, climb) | {CLIMB: climb.state_dict()}
+    return restart, climb.text
 
 
 def _after_refusal(session: Session, failure: Failure) -> tuple[dict[str, Any], str]:
     """Return what new processes need to try another technique than the one that the model has refused; and the
     difference in words. Raises OutOfMemory if there is none.
     """
-    further = without_refused(session, failure)
-    restart = first_sizes(session, failure, further) | {CLIMB: further.state_dict()}
-    return restart, further.text
+    climb = without_refused(session, failure)
+    restart = first_sizes(session, failure, climb) | {CLIMB: climb.state_dict()}
+    return restart, climb.text
 
 
 def without_refused(session: Session, failure: Failure) -> Climb:
@@ -300,12 +302,12 @@ def without_refused(session: Session, failure: Failure) -> Climb:
     """
     refused = session.recovery.climb
     assert refused is not None, "only a climb can be refused"
-    further = refused.after_refusal()
-    if further is None:
+    climb = refused.after_refusal()
+    if climb is None:
         failure.recovery = dataclasses.replace(NO_RECOVERY, action="no other technique can help")
         report(session, failure)
-        raise OutOfMemory(refused.message)
-    return further
+        raise OutOfMemory(refused.message_after_refusal(failure.message))
+    return climb
 
 
 def _stop(session: Session, failure: Failure, reason: str, is_one_process: bool) -> NoReturn:

@@ -9,7 +9,7 @@ from trainapp.config.schema import Config
 from trainapp.errors import OutOfMemory
 from trainapp.memory import host
 from trainapp.oom import recovery
-from trainapp.oom.climbing import climb, first_sizes
+from trainapp.oom.climbing import choose_climb, first_sizes
 from trainapp.oom.decision import Decision, RecoveryKind, decide
 from trainapp.oom.failure import Failure, Recovery
 from trainapp.oom.messages import final_message
@@ -52,14 +52,14 @@ def recover(session: Session, failure: Failure) -> SessionStart | None:
         recovery.end_process(session, failure, decision)
 
     # Try again: from a checkpoint, with another technique, or from before the step.
-    if decision.kind is RecoveryKind.FROM_CHECKPOINT:
-        return _restart(session, failure, decision)
     if failure.kind is ErrorKind.TECHNIQUE_REFUSED:
         return _climb(session, failure, recovery.without_refused(session, failure))
+    if decision.kind is RecoveryKind.FROM_CHECKPOINT:
+        return _restart(session, failure, decision)
     change = recovery.change_size(session, failure, decision)
     if not change.has_size:
-        further = _next_climb(session, failure, change)
-        return _climb(session, failure, further, "no micro-batch fits; ")
+        climb = _next_climb(session, failure, change)
+        return _climb(session, failure, climb, "no micro-batch fits; ")
     failure.recovery = change
     recovery.report(session, failure)
     return None
@@ -90,8 +90,8 @@ def _restart(session: Session, failure: Failure, decision: Decision) -> SessionS
     else:
         change = recovery.change_size(session, failure, decision)
         if not change.has_size:
-            further = _next_climb(session, failure, change)
-            return _climb(session, failure, further, f"{decision.reason}; ")
+            climb = _next_climb(session, failure, change)
+            return _climb(session, failure, climb, f"{decision.reason}; ")
         difference = f"micro-batch {change.old_size} -> {change.new_size}"
         start = _next_start(session, failure, session.sizes.state_dict())
     action = f"{decision.reason}; {_origin_text(session, start)}, with {difference}"
@@ -105,29 +105,29 @@ def _next_climb(session: Session, failure: Failure, change: Recovery) -> Climb:
 
     Raises OutOfMemory if no technique can help.
     """
-    further = None
+    climb = None
     is_of_one_rank_of_several = failure.is_local and session.ranks.world_size > 1
     if not is_of_one_rank_of_several:
-        further = climb(session, failure, change, session.ranks)
-    if further is None:
+        climb = choose_climb(session, failure, change, session.ranks)
+    if climb is None:
         raise OutOfMemory(final_message(session, failure, change.old_size, change.is_constant))
-    return further
+    return climb
 
 
-def _climb(session: Session, failure: Failure, further: Climb, reason: str = "") -> SessionStart:
-    """Return the start of a new session with a further technique. Collective: all ranks.
+def _climb(session: Session, failure: Failure, climb: Climb, reason: str = "") -> SessionStart:
+    """Return the start of a new session with one more technique. Collective: all ranks.
 
     Args:
         session: the one that ends.
         failure: the error that ended it.
-        further: the climb.
+        climb: the climb.
         reason: for it, in words, if the error is not enough.
     """
-    start = _next_start(session, failure, first_sizes(session, failure, further))
-    start = dataclasses.replace(start, turned_on=further.turned_on, climb=further)
-    action = f"{reason}{_origin_text(session, start)}, with {further.text}"
+    start = _next_start(session, failure, first_sizes(session, failure, climb))
+    start = dataclasses.replace(start, turned_on=climb.turned_on, climb=climb)
+    action = f"{reason}{_origin_text(session, start)}, with {climb.text}"
     old_size = sizes_of_phase(session, failure.phase).current_size
-    failure.recovery = Recovery(old_size, further.first_size, action)
+    failure.recovery = Recovery(old_size, climb.first_size, action)
     recovery.report(session, failure)
     return start
 

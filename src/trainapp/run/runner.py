@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainapp.config.schema import Config
-from trainapp.errors import OUT_OF_MEMORY, OutOfMemory, add_note, summary_of
+from trainapp.errors import OUT_OF_MEMORY, OutOfMemory, UserError, add_note, summary_of
 from trainapp.files import RECIPE
 from trainapp.inference import generate, predict
 from trainapp.memory import host
@@ -105,8 +105,8 @@ def _build(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Session | Se
             return prepare(start, stop, ranks)
     except Exception as error:
         refusal = summary_of(error)
-        is_refusal = start.climb is not None and ranks.world_size == 1
-        if not is_refusal:
+        is_mistake = isinstance(error, UserError) and not isinstance(error, OutOfMemory)
+        if start.climb is None or not is_mistake:
             _record_building_failure(config, error, ranks)
             raise
     return _without_refused(start, refusal, ranks)  # after the error, whose traceback keeps what was built
@@ -115,17 +115,17 @@ def _build(start: SessionStart, stop: StopRequest, ranks: Ranks) -> Session | Se
 def _without_refused(start: SessionStart, refusal: str, ranks: Ranks) -> SessionStart:
     """Return the start of a session with another technique than the one with which none could be built.
 
-    Raises OutOfMemory, with the message of the error that no size avoided, if there is none.
+    Raises OutOfMemory, with the message of the error that no size avoided, if there is none, and on several ranks.
     """
     refused = start.climb
     assert refused is not None, "see `_build`"
-    further = refused.after_refusal()
-    if further is None:
-        end = OutOfMemory(refused.message)
+    climb = refused.after_refusal()
+    if climb is None or ranks.world_size > 1:  # not all ranks need have been refused
+        end = OutOfMemory(refused.message_after_refusal(refusal))
         _record_building_failure(start.config, end, ranks)
         raise end
-    log.warning("%s cannot be used (%s): going on with %s", refused.technique, refusal, further.text)
-    return dataclasses.replace(start, climb=further, turned_on=further.turned_on)
+    log.warning("%s cannot be used (%s): going on with %s", refused.technique, refusal, climb.text)
+    return dataclasses.replace(start, climb=climb, turned_on=climb.turned_on)
 
 
 def _record_building_failure(config: Config, error: Exception, ranks: Ranks) -> None:

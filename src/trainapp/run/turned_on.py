@@ -22,6 +22,7 @@ from trainapp.techniques.ladder import (
     TURNED_ON,
     Climb,
     TurnedOn,
+    not_chosen,
     overrides_turned_on,
     with_turned_on,
 )
@@ -66,7 +67,7 @@ def begin_techniques(
     if not config.activity.trains:
         return Techniques(config, config, TurnedOn(), climb=None)
     climb = _climb_of(start, restart)
-    turned_on = _turned_on(start, restart, checkpoint, ranks)
+    turned_on = _turned_on(start, climb, restart, checkpoint, ranks)
     planned_config, turned_on = _with_planned_modes(config, turned_on, ranks)
     return Techniques(planned_config, _with_modes_of(planned_config, config), turned_on, climb)
 
@@ -78,7 +79,13 @@ def _climb_of(start: "SessionStart", restart: Mapping[str, Any]) -> Climb | None
     return start.climb
 
 
-def _turned_on(start: "SessionStart", restart: Mapping[str, Any], checkpoint: Path | None, ranks: Ranks) -> TurnedOn:
+def _turned_on(
+    start: "SessionStart",
+    climb: Climb | None,
+    restart: Mapping[str, Any],
+    checkpoint: Path | None,
+    ranks: Ranks,
+) -> TurnedOn:
     """Return the techniques that are turned on when a session begins. Collective.
 
     Those of the session before, or those that restarted workers left; otherwise the checkpoint's, if the memory is the
@@ -91,18 +98,17 @@ def _turned_on(start: "SessionStart", restart: Mapping[str, Any], checkpoint: Pa
         saved = TurnedOn.of_state_dict(facts)
 
     memory = _memory_text(start.config, ranks)
-    climb = _climb_of(start, restart)
     if climb is not None:
-        now = climb.turned_on
+        turned_on = climb.turned_on
         if CLIMB in restart:  # only the rank that has failed has said so
             log.warning("the restarted workers go on with %s", climb.text)
     elif start.turned_on is not None:
-        now = start.turned_on
+        turned_on = start.turned_on
     elif TURNED_ON in restart:
-        now = TurnedOn.of_state_dict(restart[TURNED_ON])
+        turned_on = TurnedOn.of_state_dict(restart[TURNED_ON])
     else:
-        now = _kept(start.config, saved, memory)
-    return dataclasses.replace(now, by_attempt=saved.by_attempt, memory=memory)
+        turned_on = _of_checkpoint(start.config, saved, memory)
+    return dataclasses.replace(turned_on, by_attempt=saved.by_attempt, memory=memory)
 
 
 def _with_planned_modes(config: Config, turned_on: TurnedOn, ranks: Ranks) -> tuple[Config, TurnedOn]:
@@ -136,7 +142,7 @@ def _with_modes_of(config: Config, chosen: Config) -> Config:
     return dataclasses.replace(chosen, activation_checkpointing=settings)
 
 
-def _kept(config: Config, saved: TurnedOn, memory: str) -> TurnedOn:
+def _of_checkpoint(config: Config, saved: TurnedOn, memory: str) -> TurnedOn:
     """Return the checkpoint's techniques, or none where another memory may not need them."""
     if not saved.settings:
         return saved
@@ -144,6 +150,13 @@ def _kept(config: Config, saved: TurnedOn, memory: str) -> TurnedOn:
     if config.oom.techniques == "none":
         log.info("%s, which the run had turned on, is off (oom.techniques=none)", overrides)
         return TurnedOn()
+    settings = not_chosen(saved.settings, config)
+    if settings != saved.settings:
+        log.info("of %s, which the run had turned on, the command line sets some itself", overrides)
+        overrides = overrides_turned_on(settings)
+        saved = dataclasses.replace(saved, settings=settings)
+    if not settings:
+        return saved
     if saved.memory != memory:
         log.info("%s, which the run had turned on for %s, is off for %s", overrides, saved.memory, memory)
         return TurnedOn()

@@ -5,6 +5,8 @@ the user sets on the command line stays as it is.
 """
 
 import dataclasses
+import shlex
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +14,8 @@ from typing import Any
 from trainapp.config.schema import Config
 from trainapp.memory.live_tensors import Category
 from trainapp.techniques.catalogue import TECHNIQUES, Situation, Technique, available, overrides_of, with_techniques
-from trainapp.techniques.savings import Shortage
+from trainapp.techniques.savings import Savings, Shortage
+from trainapp.units import listed
 
 LOSS_CHUNK = "memory.loss_chunk=auto"
 # The cheapest first: recomputing costs less time than copies to the host, except for those of a block's inputs.
@@ -27,6 +30,7 @@ LADDER = (
 # Keys in checkpoints and in restart.json.
 TURNED_ON = "turned_on"
 CLIMB = "climb"
+_OF_THIS_RUN = ("hydra.run.dir=", "checkpointing.resume=")  # settings of a command
 LEAST_SHARE = 0.05  # of what is missing: a technique that saves less is not turned on
 
 
@@ -36,7 +40,7 @@ class TurnedOn:
 
     Attributes:
         settings: those in force, as on the command line.
-        by_attempt: the settings from an attempt at a step on, by its number, of the whole run.
+        by_attempt: the settings in force over the whole run, by the number of the first attempt that used them.
         tried: the settings of all that were turned on, also of those that others have replaced: none a second time.
         refused: settings that the model cannot be trained with.
         memory: in words, the memory that they were turned on for: with another one they may not be needed.
@@ -70,11 +74,13 @@ class TurnedOn:
         entries = []
         for attempt, settings in self.by_attempt.items():
             overrides = overrides_turned_on(settings)
-            command_with_settings = f"{command} {overrides} oom.techniques=none"
-            entries.append({"attempt": attempt, "settings": overrides, "command": command_with_settings})
+            # In a directory of its own, since this one has the run's checkpoints.
+            words = [word for word in shlex.split(command) if not word.startswith(_OF_THIS_RUN)]
+            words += [*overrides.split(), "oom.techniques=none"]
+            entries.append({"attempt": attempt, "settings": overrides, "command": shlex.join(words)})
         return entries
 
-    def facts(self) -> dict[str, Any]:
+    def checkpoint_entry(self) -> dict[str, Any]:
         """Return the entry of a checkpoint or of restart.json; empty if nothing was ever turned on."""
         if not (self.settings or self.by_attempt):
             return {}
@@ -109,16 +115,16 @@ class Climb:
 
     Attributes:
         technique: its setting.
-        before: the techniques that were turned on before.
-        others: the settings of those that may be turned on instead if the model refuses it, the best first.
+        turned_on_before: the techniques that were turned on before.
+        alternatives: the settings of those that may be turned on instead if the model refuses it, the best first.
         first_size: the micro-batch size with which the search begins anew.
         samples_per_second: of the session before; None if it has made no step.
         message: what the user reads if the model refuses all of them.
     """
 
     technique: str
-    before: TurnedOn
-    others: tuple[str, ...]
+    turned_on_before: TurnedOn
+    alternatives: tuple[str, ...]
     first_size: int
     samples_per_second: float | None
     message: str
@@ -126,33 +132,56 @@ class Climb:
     @property
     def text(self) -> str:
         """What is different in the new session, in words."""
-        beside = [setting for setting in self.turned_on.settings if setting != self.technique]
+        other_settings = [setting for setting in self.turned_on.settings if setting != self.technique]
         text = f"{self.technique} turned on"
-        if beside:
-            text += f" beside {overrides_turned_on(beside)}"
+        if other_settings:
+            text += f" beside {overrides_turned_on(other_settings)}"
         return f"{text} (oom.techniques=same: the result stays the same), micro-batch {self.first_size}"
 
     @property
     def turned_on(self) -> TurnedOn:
         """All techniques that are turned on, with this one."""
-        return self.before.with_technique(self.technique)
+        return self.turned_on_before.with_technique(self.technique)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the technique is activation checkpointing, which concerns the model alone."""
+        return _recomputes(self.technique)
 
     def after_refusal(self) -> "Climb | None":
         """Return a climb with another technique than this one, which the model has refused; None without any left."""
-        if not self.others:
+        if not self.alternatives:
             return None
-        before = dataclasses.replace(self.before, refused=(*self.before.refused, self.technique))
-        return dataclasses.replace(self, technique=self.others[0], others=self.others[1:], before=before)
+        refused = (*self.turned_on_before.refused, self.technique)
+        return dataclasses.replace(
+            self,
+            technique=self.alternatives[0],
+            alternatives=self.alternatives[1:],
+            turned_on_before=dataclasses.replace(self.turned_on_before, refused=refused),
+        )
+
+    def message_after_refusal(self, refusal: str) -> str:
+        """Return what the user reads when the model has refused this technique, too, and none is left.
+
+        Args:
+            refusal: the error.
+        """
+        refused = listed((*self.turned_on_before.refused, self.technique))
+        return f"{self.message}\nTurned on by the run, but refused by the model: {refused} ({refusal})."
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values, for restart.json."""
-        return dataclasses.asdict(self) | {"before": self.before.state_dict(), "others": list(self.others)}
+        state = dataclasses.asdict(self)
+        state["turned_on_before"] = self.turned_on_before.state_dict()
+        state["alternatives"] = list(self.alternatives)
+        return state
 
     @classmethod
     def of_state_dict(cls, state: Mapping[str, Any]) -> "Climb":
         """Return what a `state_dict` describes."""
-        before = TurnedOn.of_state_dict(state["before"])
-        return cls(**{**state, "before": before, "others": tuple(state["others"])})
+        turned_on_before = TurnedOn.of_state_dict(state["turned_on_before"])
+        alternatives = tuple(state["alternatives"])
+        return cls(**{**state, "turned_on_before": turned_on_before, "alternatives": alternatives})
 
 
 def techniques_of(settings: Iterable[str]) -> list[Technique]:
@@ -163,7 +192,7 @@ def techniques_of(settings: Iterable[str]) -> list[Technique]:
 
 def with_turned_on(config: Config, settings: Iterable[str]) -> Config:
     """Return the configuration with techniques that were turned on, except for what the command line sets."""
-    techniques = [technique for technique in techniques_of(settings) if not _is_chosen(technique, config)]
+    techniques = techniques_of(not_chosen(settings, config))
     changed = with_techniques(config, techniques)
     checkpointing = changed.activation_checkpointing
     if checkpointing.mode != config.activation_checkpointing.mode:  # the modes that `auto` has chosen no longer apply
@@ -172,20 +201,34 @@ def with_turned_on(config: Config, settings: Iterable[str]) -> Config:
     return changed
 
 
+def not_chosen(settings: Iterable[str], config: Config) -> tuple[str, ...]:
+    """Return the settings of techniques without those that the command line sets itself."""
+    return tuple(one.setting for one in techniques_of(settings) if not _is_chosen(one, config))
+
+
+def recomputing() -> tuple[str, ...]:
+    """Return the settings on the ladder that recompute a forward."""
+    return tuple(setting for setting in LADDER if _recomputes(setting))
+
+
+def _recomputes(setting: str) -> bool:
+    return "activation_checkpointing=" in setting
+
+
 def overrides_turned_on(settings: Iterable[str]) -> str:
     """Return techniques that were turned on, as on the command line."""
     return " ".join(overrides_of(techniques_of(settings)))
 
 
-def settings_with(settings: Iterable[str], technique: str) -> tuple[str, ...]:
+def settings_with(settings: Iterable[str], new_setting: str) -> tuple[str, ...]:
     """Return the settings of techniques with another one, which replaces those that set nothing else."""
-    (new,) = techniques_of([technique])
-    kept = []
-    for earlier in techniques_of(settings):
-        is_replaced = earlier.changes.keys() <= new.changes.keys()
+    (new,) = techniques_of([new_setting])
+    remaining = []
+    for technique in techniques_of(settings):
+        is_replaced = technique.changes.keys() <= new.changes.keys()
         if not is_replaced:
-            kept.append(earlier.setting)
-    return (*kept, new.setting)
+            remaining.append(technique.setting)
+    return (*remaining, new.setting)
 
 
 def next_techniques(situation: Situation, shortage: Shortage, excluded: Collection[str] = ()) -> list[str]:
@@ -199,40 +242,42 @@ def next_techniques(situation: Situation, shortage: Shortage, excluded: Collecti
         shortage: what filled memory.
         excluded: settings that were tried.
     """
-    saved_by_setting: dict[str, float] = {}
-    saved_by_category: dict[Category, float] = {}
+    savings_by_setting: dict[str, Savings] = {}
     for technique in available(situation):
-        if technique.setting not in LADDER or technique.setting in excluded or _is_chosen(technique, situation.config):
+        is_candidate = technique.setting in LADDER and technique.setting not in excluded
+        if not is_candidate or _is_chosen(technique, situation.config):
             continue
         savings = technique.savings(situation, shortage)
-        saved = sum(savings.values())
-        if saved <= LEAST_SHARE * shortage.missing:
-            continue
-        saved_by_setting[technique.setting] = saved
-        for category, bytes_of_category in savings.items():
-            saved_by_category[category] = saved_by_category.get(category, 0) + bytes_of_category
-
-    # Together they save at most what there is.
-    most = float(shortage.requested)
-    for category, saved in saved_by_category.items():
-        most += min(saved, shortage.of(category))
-    if most < shortage.missing:
+        if sum(savings.values()) > LEAST_SHARE * shortage.missing:
+            savings_by_setting[technique.setting] = savings
+    if _largest_saving(savings_by_setting.values(), shortage) < shortage.missing:
         return []
 
-    # The cheapest first, unless it cannot be enough by itself.
+    saved_by_setting = {setting: sum(savings.values()) for setting, savings in savings_by_setting.items()}
+    enough = [setting for setting in LADDER if saved_by_setting.get(setting, 0) >= max(shortage.missing, 1)]
+    if LOSS_CHUNK in enough and _logits_dominate(saved_by_setting[LOSS_CHUNK], shortage):
+        enough.remove(LOSS_CHUNK)
+        enough.insert(0, LOSS_CHUNK)
+    not_enough = [setting for setting in saved_by_setting if setting not in enough]
+    not_enough.sort(key=lambda setting: -saved_by_setting[setting])
+    return [*enough, *not_enough]
+
+
+def _largest_saving(savings_of_each: Iterable[Savings], shortage: Shortage) -> float:
+    """Return the bytes that several techniques save together at most: of each category not more than it held."""
+    saved_by_category: Counter[Category] = Counter()
+    for savings in savings_of_each:
+        saved_by_category.update(savings)
+    largest = float(shortage.requested)
+    for category, saved in saved_by_category.items():
+        largest += min(saved, shortage.of(category))
+    return largest
+
+
+def _logits_dominate(saved_by_chunks: float, shortage: Shortage) -> bool:
+    """Return whether logits are more than half of the activations, by what the loss in chunks saves."""
     activations = shortage.of(Category.ACTIVATIONS) + shortage.requested
-    logits_dominate = saved_by_setting.get(LOSS_CHUNK, 0) > activations / 2
-
-    def rank(setting: str) -> tuple[bool, float]:
-        saved = saved_by_setting[setting]
-        is_enough = saved >= shortage.missing
-        if not is_enough:
-            return (True, -saved)
-        if setting == LOSS_CHUNK and logits_dominate:
-            return (False, -1)
-        return (False, LADDER.index(setting))
-
-    return sorted(saved_by_setting, key=rank)
+    return saved_by_chunks > activations / 2
 
 
 def _is_chosen(technique: Technique, config: Config) -> bool:

@@ -252,7 +252,7 @@ class Session:
             "budget": self.memory.budget,
             "draws": self.engine.draw_record.state_dict(),
             **self.sizes.state_dict(),
-            **self.turned_on.facts(),
+            **self.turned_on.checkpoint_entry(),
             "seconds": self.meter.seconds,
         }
 

@@ -124,10 +124,8 @@ Finding = AddsUp | IsNoMean | DependsOnSplit | Refused | Obstacle  # what a comp
 
 def in_words(finding: AddsUp | IsNoMean | DependsOnSplit, mode: Mode) -> str:
     """Return what was compared, in words that continue "the loss", or "the embeddings" of an embedding loss."""
-    if not mode.compares_embeddings:
+    if isinstance(finding, IsNoMean) or not mode.compares_embeddings:
         return str(finding)
-    if isinstance(finding, IsNoMean):  # which says nothing about embeddings
-        return f"not compared: {finding.obstacle}"
     return finding.of_embeddings()
 
 

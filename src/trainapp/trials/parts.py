@@ -86,7 +86,9 @@ def compare_with_parts(
     if padding is not None and not isinstance(padding, Obstacle):
         return TaskFindings(padding, None, divided_metrics)
     if not isinstance(loss, Obstacle):
-        loss = IsNoMean(samples.number, padding or Obstacle(Reason.NEVER_JOINED))
+        obstacle = padding or Obstacle(Reason.NEVER_JOINED)
+        # That a sum over embeddings is no mean says nothing about them.
+        loss = obstacle if mode.compares_embeddings else IsNoMean(samples.number, obstacle)
     return TaskFindings(loss, None, divided_metrics)
 
 
