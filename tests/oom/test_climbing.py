@@ -161,10 +161,11 @@ def test_nothing_is_recomputed_that_draws_from_a_generator_of_its_own(tmp_path):
 
 
 def test_an_error_of_the_loss_in_the_first_step_is_the_users(tmp_path):
-    limit = limit_between(tmp_path, GPT, fits=(SELECTIVE,), fails=())
+    single = (*GPT, "batch.global_size=1")  # with more samples, it may be an error of too few
+    limit = limit_between(tmp_path, single, fits=(SELECTIVE,), fails=())
     own = ("task=own_tasks.FailsAfterAClimb", "user_packages=[own_tasks]")
     with pytest.raises(IndexError, match="a mistake of the user"):
-        Recorded(tiny(tmp_path / "run", *GPT, *own, changes={"memory.limit": limit}))
+        Recorded(tiny(tmp_path / "run", *single, *own, changes={"memory.limit": limit}))
 
 
 def test_what_the_command_line_sets_on_a_resume_is_not_in_the_record(tmp_path):
