@@ -41,7 +41,9 @@ def test_what_is_there_before_any_sample(tmp_path, caplog):
         "so no other size can help."
     )
     assert any(line.startswith("optimizer state  ") for line in table)
-    assert any("optimizer=adamw_4bit: saves up to 7.4 MiB (" in line for line in table)
+    advice = message.partition("Settings that save memory, best first")[2].splitlines()[1]
+    assert advice.startswith("  optimizer=sgd optimizer.momentum=0 optimizer.nesterov=false: saves up to 8.6 MiB (")
+    assert "optimizer=adamw_4bit" not in message  # its step's temporaries are as large here
 
 
 def test_a_commit_that_asks_for_the_same(tmp_path, caplog):
@@ -80,7 +82,8 @@ def test_of_a_whole_batch_only_what_its_forward_needs_is_advised(tmp_path, caplo
     message, retries = ended(tmp_path, caplog, *PLAIN, *whole, limit=PARAMETERS * 3 // 2, share=1024)
     assert retries == []
     assert "whole_batch=True" in message
-    assert "  precision=bf16: saves" in message
+    assert "  precision=bf16_pure optimizer=adamw_bf16: saves" in message
+    assert "  precision=bf16: saves" not in message  # copies of the weights take as much
     assert "optimizer.in_backward" not in message
     assert "optimizer=adamw_8bit" not in message  # there is no state
 

@@ -145,7 +145,7 @@ def test_reports_are_numbered(tmp_path, error):
 @pytest.mark.slow
 def test_the_last_word(tmp_path):
     """Not even one sample fits: the message lists the parts, and the settings that would help."""
-    overrides = (*MODELS["gpt"], "model.depth=4", "model.width=32", "batch.micro_size=auto")
+    overrides = (*MODELS["gpt"], "model.depth=4", "model.width=32", "batch.micro_size=auto", "oom.techniques=none")
     limit = peak_of(tmp_path / "peak", overrides, 1) - 2000
     with pytest.raises(TrainingStopped) as caught:
         Recorded(tiny(tmp_path / "run", *overrides, changes={"memory.limit": limit}))

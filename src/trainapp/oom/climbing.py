@@ -59,11 +59,10 @@ def _common_candidates(session: Session, failure: Failure, size: int, ranks: Ran
         candidates_here = next_techniques(situation, shortage, excluded)
 
     by_rank = [candidates for candidates in ranks.all_gather_object(candidates_here) if candidates is not None]
-    common = []
-    for setting in by_rank[0]:
-        if all(setting in candidates for candidates in by_rank):
-            common.append(setting)
-    return tuple(common)
+    if not by_rank:
+        return ()
+    first = by_rank[0]
+    return tuple(setting for setting in first if all(setting in candidates for candidates in by_rank))
 
 
 def _with_uncounted_activations(shortage: Shortage, failure: Failure) -> Shortage:

@@ -331,7 +331,7 @@ def _leave_for_restart(session: Session, failure: Failure, restart: dict[str, An
     """Leave sizes and techniques for the new processes in the run directory, and the report of the error."""
     try:
         leave_for_restart(session.tracker.run_dir, restart)
-        if failure.is_out_of_memory:
+        if failure.kind is not ErrorKind.TECHNIQUE_REFUSED:
             write(session, failure)
     except OSError as error:  # the restart is more important than its report
         log.warning("the report of the error could not be written: %s", error)
