@@ -84,6 +84,7 @@ def test_it_is_the_published_loop(moco, tmp_path, monkeypatch):
         assert (state[name] - start[name]).norm() > 100 * (state[name] - expected[name]).norm()
 
 
+@pytest.mark.slow
 def test_it_does_not_depend_on_the_micro_batch(moco, tmp_path, caplog):
     """With noise that belongs to the samples."""
     whole = trained(tmp_path / "whole", "batch.micro_size=64")

@@ -38,7 +38,11 @@ def equal_to_a_run_that_knew(recorded: Recorded, folder, *overrides: str, **chan
 
 
 @pytest.mark.parametrize(
-    ("fits", "fails", "turned_on"), [((SELECTIVE,), (), [SELECTIVE]), ((FULL,), (SELECTIVE,), [SELECTIVE, FULL])]
+    ("fits", "fails", "turned_on"),
+    [
+        ((SELECTIVE,), (), [SELECTIVE]),
+        pytest.param((FULL,), (SELECTIVE,), [SELECTIVE, FULL], marks=pytest.mark.slow),
+    ],
 )
 def test_it_climbs_until_a_sample_fits_and_is_a_run_that_knew(tmp_path, caplog, fits, fails, turned_on):
     caplog.set_level(logging.WARNING)
@@ -72,6 +76,7 @@ def test_it_continues_from_the_last_checkpoint(tmp_path):
     assert runs.differences(climbed.record().state, known.record().state) == []
 
 
+@pytest.mark.slow
 def test_what_the_user_sets_stays(tmp_path):
     limit = limit_between(tmp_path, GPT, fits=(SELECTIVE,), fails=())
     for chosen in ("oom.techniques=none", "activation_checkpointing=none"):
@@ -79,6 +84,7 @@ def test_what_the_user_sets_stays(tmp_path):
             Recorded(tiny(tmp_path / chosen, *GPT, chosen, changes={"memory.limit": limit}))
 
 
+@pytest.mark.slow
 def test_what_ends_a_run_all_the_same_says_what_was_tried(tmp_path):
     limit = peak_of(tmp_path / "lowest", (*GPT, FULL, CHUNK), 1) - 2000
     with pytest.raises(TrainingStopped) as caught:
@@ -94,6 +100,7 @@ def test_a_commit_is_not_helped_by_techniques_of_the_forward(tmp_path):
     assert "turned on" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_same_command_keeps_them_while_the_memory_is_the_same(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     limit = limit_between(tmp_path, GPT, fits=(SELECTIVE,), fails=())
@@ -128,6 +135,7 @@ def test_a_technique_that_the_model_refuses_is_not_the_end(tmp_path, caplog):
     assert climbed.run.turned_on.settings == (CHUNK,)
 
 
+@pytest.mark.slow
 def test_a_run_whose_model_refuses_all_ends_with_the_first_message(tmp_path, caplog):
     limit = limit_between(tmp_path, GPT, fits=(SELECTIVE,), fails=())
     with pytest.raises(TrainingStopped, match="nothing is left to halve"):
@@ -168,6 +176,7 @@ def test_an_error_of_the_loss_in_the_first_step_is_the_users(tmp_path):
         Recorded(tiny(tmp_path / "run", *single, *own, changes={"memory.limit": limit}))
 
 
+@pytest.mark.slow
 def test_what_the_command_line_sets_on_a_resume_is_not_in_the_record(tmp_path):
     limit = limit_between(tmp_path, GPT, fits=(SELECTIVE,), fails=())
     for settings in (("train.max_steps=2",), (FULL, "train.max_steps=4")):

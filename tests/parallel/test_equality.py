@@ -37,6 +37,7 @@ def test_as_one_process(cell, spread, world):
     as_one(cell, world, spread, "train.ema=0.5")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", MOST_SPREADS)
 def test_averaging_would_be_noticed(cell, spread):
     # Negative control: gradients averaged over ranks, as DDP and FSDP do by default.

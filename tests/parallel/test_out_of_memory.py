@@ -327,6 +327,7 @@ def test_nothing_left_to_halve(cell, spread):
     assert all("micro-batch" in record.error for record in records)
 
 
+@pytest.mark.slow
 def test_without_the_cleaning_gradients_are_wrong(cell):
     # The negative control of all the above: FSDP2's half-done backward is not reset.
     wanted = cell.reference(2, "parallel=fsdp", schedule={2: 2})

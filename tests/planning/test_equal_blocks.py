@@ -88,6 +88,7 @@ def test_a_peak_moves_with_the_number_of_blocks():
     assert extrapolated.total == pytest.approx(full.total, rel=0.001)
 
 
+@pytest.mark.slow
 def test_a_plan_traces_all_blocks_once_and_for_the_size_it_prints(traced_blocks):
     facts, breakdown = planner.plan(compose.from_command_line([*GPT, "memory.limit=1MiB"]))
     assert traced_blocks[:3] == [None, *FEW_BLOCKS]

@@ -66,6 +66,7 @@ def test_a_run_says_so_once(warnings, monkeypatch):
     assert message.endswith("were usual, and nothing has failed; others have 5 GiB")
 
 
+@pytest.mark.slow
 def test_nothing_where_the_memory_is_not_shared(warnings):
     """As on the CPU: an allocation there succeeds or fails."""
     assert warnings() == []

@@ -40,6 +40,7 @@ def flushes(monkeypatch):
     return FLUSHES
 
 
+@pytest.mark.slow
 def test_the_search_ends_below_it(tmp_path, flushes, monkeypatch):
     result = runs.run(tmp_path / "a", *SETTINGS)
     schedule = json.loads((tmp_path / "a/result.json").read_text())["micro_schedule"]

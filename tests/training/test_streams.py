@@ -40,6 +40,7 @@ def test_a_retried_step_has_the_same_samples_though_collate_takes_them_apart(tmp
     assert different(recovered, replayed) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Hungry", "HungryWithState"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_that_fails_is_read_again(tmp_path, kind, workers):
