@@ -108,11 +108,16 @@ def _refuses_technique(session: Session, error: Exception) -> bool:
     climb = session.recovery.climb
     if climb is None or session.meter.samples:
         return False
+    if isinstance(error, (OutOfMemory, NotFinite)) or not isinstance(error, (*MODEL_ERRORS, UserError)):
+        return False
+
+    # Checkpointed blocks cannot be the cause of an error of the loss outside of the model.
     phase = session.engine.reported_phase
-    is_of_loss_alone = phase is Phase.FORWARD and climb.recomputes and not _passed_through(error, (nn.Module,))
-    is_of_computation = phase in (Phase.FORWARD, Phase.BACKWARD) or phase.updates_in_backward
-    is_of_user = isinstance(error, (*MODEL_ERRORS, UserError)) and not isinstance(error, (OutOfMemory, NotFinite))
-    return is_of_computation and not is_of_loss_alone and is_of_user and _device_works(session)
+    if phase is Phase.FORWARD:
+        can_be_cause = not climb.recomputes or _passed_through(error, (nn.Module,))
+    else:
+        can_be_cause = phase is Phase.BACKWARD or phase.updates_in_backward
+    return can_be_cause and _device_works(session)
 
 
 def _advise_on_evaluation(session: Session, error: Exception) -> None:

@@ -474,10 +474,12 @@ def _may_mix_samples(comparison: Comparison, step: int) -> bool:
     """Return whether a run with an embedding loss has split this step differently from the other one."""
     checks = [*comparison.a.recipe.get("checks", ()), *comparison.b.recipe.get("checks", ())]
     has_embeddings = any(name.startswith("embeddings") for name in checks)
-    is_split_differently = comparison.other_sizes is not None and comparison.other_sizes <= comparison.a.attempt_of(
-        step
-    )
-    return has_embeddings and (is_split_differently or comparison.a.ranks_of(step) != comparison.b.ranks_of(step))
+    if not has_embeddings:
+        return False
+    if comparison.a.ranks_of(step) != comparison.b.ranks_of(step):
+        return True
+    first_other_size = comparison.other_sizes
+    return first_other_size is not None and first_other_size <= comparison.a.attempt_of(step)
 
 
 def _resumes_before(comparison: Comparison, step: int) -> list[tuple[str, int]]:

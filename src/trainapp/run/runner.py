@@ -124,7 +124,7 @@ def _without_refused(start: SessionStart, refusal: str, ranks: Ranks) -> Session
         end = OutOfMemory(refused.message_after_refusal(refusal))
         _record_building_failure(start.config, end, ranks)
         raise end
-    log.warning("%s cannot be used (%s): going on with %s", refused.technique, refusal, climb.text)
+    log.warning("%s cannot be used (%s): continuing with %s", refused.technique, refusal, climb.text)
     return dataclasses.replace(start, climb=climb, turned_on=climb.turned_on)
 
 

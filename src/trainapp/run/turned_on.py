@@ -101,7 +101,7 @@ def _turned_on(
     if climb is not None:
         turned_on = climb.turned_on
         if CLIMB in restart:  # only the rank that has failed has said so
-            log.warning("the restarted workers go on with %s", climb.text)
+            log.warning("the restarted workers continue with %s", climb.text)
     elif start.turned_on is not None:
         turned_on = start.turned_on
     elif TURNED_ON in restart:

@@ -10,7 +10,7 @@ Nothing is compared where that is said already (`_is_comparable`); on several ra
 where a batch cannot be cut without fetching its samples again; or where a call fails.
 """
 
-import contextlib
+import logging
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trainapp.data.batch import MicroBatch, flatten_container, map_tensors
 from trainapp.draws.record import EVALUATION, DrawRecord, TopicKind
+from trainapp.errors import summary_of
 from trainapp.losses.losses import CheckedTask, has_embeddings, needs_no_check, needs_whole_batch
 from trainapp.training.memory_watch import begin_counting_refused
 from trainapp.training.session import Session
@@ -30,6 +31,7 @@ from trainapp.trials.precisions import first_working_result, probe_factories
 from trainapp.trials.probe import ProbeInputs, TaskProbe
 from trainapp.trials.samples import COMPARED_SAMPLES, Samples, samples_in_batches
 
+log = logging.getLogger(__name__)
 FLOATING_POINT_MODES = ("fp32", "tf32", "fp16", "bf16", "bf16_pure")  # others round by the largest of the micro-batch
 
 
@@ -38,9 +40,12 @@ def with_comparison(session: Session, micro_batches: Iterator[MicroBatch]) -> It
     is_first = True
     for micro in micro_batches:
         if is_first and _is_comparable(session):
-            # Such as a model that does not run so few samples, or too little memory: the step itself is not concerned.
-            with contextlib.suppress(Exception):
+            try:
                 _compare(session, micro)
+            except Exception as error:
+                # A model that does not run so few samples, or too little memory: the step itself is not concerned.
+                step = session.engine.context.step_number
+                log.info("the loss could not be compared with its parts in step %d: %s", step, summary_of(error))
             _leave_no_trace_in_memory(session)
         is_first = False
         yield micro
